@@ -59,6 +59,7 @@ def test_defaults(tmp_path):
         ("SHARDWISE_CHECK_REPLICAS", "-1", "'-1' is not a number of steps"),
         ("SHARDWISE_VERIFY", "2", "'2' is not a share of calls"),
         ("SHARDWISE_VERIFY", "nan", "'nan' is not a share of calls"),
+        ("SHARDWISE_PREFER", "aten.mm=a,aten.mm=b", "it names two plugins for 'aten.mm'"),
     ],
 )
 def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp_path):
@@ -75,6 +76,11 @@ def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp
         ("[tool.shardwise]\nprefer = ['aten.mm']", "does not map ops to plugins"),
         ("[tool.shardwise]\nrandom = 'fast'", "'fast' is not a mode of drawing random numbers"),
         ("[tool.shardwise\n", "line 1"),
+        ("[tool.'shardwise']\nplugins =", "Invalid value"),
+        ("[tool.shardwise]\nstrict = [1]", "[1] is neither on nor off"),
+        ("[tool.shardwise]\nlearn = {a = 1}", "is neither on nor off"),
+        ("[tool.shardwise]\ncheck-ranks = true\ncheck_ranks = false", "'check-ranks' is set twice, by - and by _"),
+        ("[tool.shardwise]\nprefer = {'' = 'acme'}", "does not map ops to plugins"),
         ("[tool]\nshardwise = 3", "is not a table"),
     ],
 )
@@ -87,8 +93,9 @@ def test_a_pyproject_that_cannot_be_read(text, found, tmp_path):
 
 
 def test_a_broken_pyproject_that_does_not_speak_of_shardwise_is_nobodys_error(tmp_path):
-    (tmp_path / "pyproject.toml").write_text("[tool.other\n")
-    assert read_settings({}, tmp_path) == Settings()
+    for text in ("[tool.other\n", "tool = 3  # not of shardwise\n"):
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert read_settings({}, tmp_path) == Settings()
 
 
 def test_everything_in_pyproject(tmp_path):

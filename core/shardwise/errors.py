@@ -17,7 +17,9 @@ class ShardingError(RuntimeError):
     """
 
     def __init__(self, *, asked: str, found: str, do: str, **fields: Any) -> None:
-        super().__init__(f"{asked}: {found}. {do}")
+        # What was found may be another error's message, with a full stop of its own.
+        end = "" if found.endswith(".") and not found.endswith("..") else "."
+        super().__init__(f"{asked}: {found}{end} {do}")
         self.asked = asked
         self.found = found
         self.do = do

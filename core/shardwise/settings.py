@@ -144,6 +144,8 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
             do = _nearest(name, _KEYS, f"It has {', '.join(_KEYS)}.")
             raise _refusal(f"[tool.shardwise] of {path}", f"there is no setting {key!r}", do)
         attribute, parse_value, _ = _KEYS[name]
+        if attribute in values:
+            raise _refusal(f"[tool.shardwise] of {path}", f"{name!r} is set twice, by - and by _", "Keep one of them.")
         where = f"{key!r} in [tool.shardwise] of {path}"
         values[attribute], sources[attribute] = parse_value(where, value), where
         if attribute == "lock" and path is not None:
@@ -166,7 +168,7 @@ def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
             continue
         except ValueError as error:
             # A broken file in a folder above belongs to another project, unless it has a table for shardwise.
-            if b"tool.shardwise" in path.read_bytes():
+            if _HAS_TABLE.search(path.read_bytes()):
                 raise _refusal(str(path), str(error), "Correct the file.") from error
             continue
         if table is not None:
@@ -176,6 +178,9 @@ def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
     return None, {}
 
 
+_HAS_TABLE = re.compile(rb"""\[\s*["']?tool["']?\s*\.\s*["']?shardwise""")
+
+
 @lru_cache(maxsize=8)
 def _table(text: str) -> Any:
     """What a pyproject.toml has for shardwise; None without. A process asks some ten times, and parsing takes long."""
@@ -183,7 +188,8 @@ def _table(text: str) -> Any:
         return None
     import tomllib  # only here: `import shardwise` reads no file
 
-    return tomllib.loads(text).get("tool", {}).get("shardwise")
+    tool = tomllib.loads(text).get("tool")
+    return tool.get("shardwise") if isinstance(tool, dict) else None
 
 
 def _names(where: str, value: Any) -> frozenset[str]:
@@ -195,9 +201,9 @@ def _names(where: str, value: Any) -> frozenset[str]:
 
 def _flag(where: str, value: Any) -> bool:
     word = value.strip().lower() if isinstance(value, str) else value
-    if word is True or word in _TRUE:
+    if word is True or (isinstance(word, str) and word in _TRUE):
         return True
-    if word is False or word in _FALSE:
+    if word is False or (isinstance(word, str) and word in _FALSE):
         return False
     raise _refusal(where, f"{value!r} is neither on nor off", "Write 1, true, yes or on; or 0, false, no or off.")
 
@@ -283,8 +289,10 @@ def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
                 raise _refusal(
                     where, f"{word!r} is not a pair", "Write pairs, as in aten.mm=acme-kernels,aten.add.Tensor=other."
                 )
-            pairs[op] = plugin
-    if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
+            if op.strip() in pairs:
+                raise _refusal(where, f"it names two plugins for {op.strip()!r}", "Keep the one that should hold.")
+            pairs[op.strip()] = plugin
+    if not isinstance(pairs, dict) or not all(isinstance(v, str) and v.strip() and k.strip() for k, v in pairs.items()):
         raise _refusal(
             where, f"{value!r} does not map ops to plugins", 'Write a table, as in {"aten.mm" = "acme-kernels"}.'
         )

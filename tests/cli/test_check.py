@@ -297,7 +297,7 @@ def test_inner_modules_are_a_warning(checkout, quick):
     ("options", "words"),
     [
         ({"hook": "shardwise_registr"}, "unknown hook 'shardwise_registr'"),
-        ({"rules": "3"}, "is a int"),
+        ({"rules": "3"}, "is an int"),
         ({"rules": f"{SCALED}, {SCALED}"}, "the plugin has two rules for it"),
         ({"rules": 'rule(torch.ops.{package}.nothing.default, "... -> ...")'}, "has no attribute 'nothing'"),
         ({"rules": 'rule(torch.ops.{package}.scaled.default, "m k -> m")'}, "NotationError"),

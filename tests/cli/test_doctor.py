@@ -121,6 +121,50 @@ def test_settings_with_their_sources(fresh, monkeypatch, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("value", ["forbid", "forbid over tp; warn kinds all_gather above 1MiB"])
+def test_a_policy_is_shown_as_it_is_written(fresh, monkeypatch, value):
+    monkeypatch.setenv("SHARDWISE_COMMUNICATION", value)
+    assert ("ok", f"communication = {value}, from SHARDWISE_COMMUNICATION", "") in found("settings")
+
+
+def test_a_policy_that_is_none_fails(fresh, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_COMMUNICATION", "perhaps")
+    assert any(
+        result == "failed" and "'perhaps' is not what a policy does" in what for result, what, _ in found("settings")
+    )
+
+
+def test_a_preference_for_no_op_is_a_warning(fresh, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_PREFER", "aten.mn=shardwise-matmul,aten.mm=shardwise-matmul")
+    rows = list(installation.CHECKS["preferences"]())
+    assert [(row.result, row.found.partition(",")[0]) for row in rows] == [
+        ("warning", "prefer = aten.mn = shardwise-matmul")
+    ]
+
+
+def test_a_lock_that_cannot_be_read_is_said_once(fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWISE_LOCK", str(tmp_path / "no.lock"))
+    failed = [(row.check, row.do) for row in installation.CHECKS["plugins"]() if row.result == "failed"]
+    assert failed == [("look-up", "Restore it, or write it again with `shardwise plugins freeze`.")]
+
+
+def test_a_plugin_that_registers_nothing_is_a_warning(install):
+    install(
+        "acme-empty", "from shardwise.hookspecs import hookimpl\n\n@hookimpl\ndef shardwise_register(registry): pass\n"
+    )
+    [(result, what, do)] = found("plugin acme-empty")
+    assert (result, what) == ("warning", "acme-empty 1.0 loaded, 0 ops; it registers nothing")
+    assert "registry.add" in do
+
+
+def test_a_hook_that_returns_its_rules_fails(install):
+    text = "from shardwise.hookspecs import hookimpl\n\n@hookimpl\ndef shardwise_register(registry): return []\n"
+    install("acme-returns", text)
+    [(result, what, _)] = found("plugin acme-returns")
+    assert result == "failed"
+    assert "returned a list, which registers nothing: pass rules to registry.add(...)" in what
+
+
 def _version():
     from importlib.metadata import version
 

@@ -136,7 +136,6 @@ def test_json_has_rows_and_changes(run, written):
     [
         (["--check"], ("--mesh", "4x2", "--names", "dp,tp"), "LockFitError: compare a step with communication.lock"),
         (["--budget", "pp forward 1GiB"], MESH, "CallError: hold a step to the budget 'pp forward 1GiB'"),
-        (["--out", "nowhere/a.lock"], MESH, "cannot write nowhere/a.lock: No such file or directory"),
     ],
 )
 def test_what_is_refused(run, args, mesh, message):
@@ -144,6 +143,12 @@ def test_what_is_refused(run, args, mesh, message):
     result = run("step", *args, mesh=mesh)
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_a_file_in_no_folder_is_refused_before_the_step_runs(run):
+    result = run("no_such_function", "--out", "nowhere/a.lock")
+    assert result.exit_code == 2
+    assert "--out nowhere/a.lock: there is no folder" in result.output
 
 
 def test_a_file_of_nonsense_is_not_compared_with(run, tmp_path):

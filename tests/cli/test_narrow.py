@@ -36,6 +36,42 @@ def test_words_are_whole_at_60_columns_and_what_is_not_shown_is_named(at, argume
     assert "not shown: " in narrow
 
 
+PROGRAM = """
+import torch
+from torch import nn
+import shardwise as sw
+
+def step(mesh):
+    model = sw.distribute_module(nn.Linear(4, 4), mesh, {"*": [sw.Replicate()]})
+    return model, (sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)]),)
+
+def plain():
+    nn.Linear(4, 4)(torch.randn(4, 4))
+"""
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+@pytest.mark.parametrize(
+    "arguments",
+    [("rehearse", "mine.py:step", "--mesh", "2"), ("coverage", "mine.py:plain", "--all")],
+    ids=lambda a: a[0],
+)
+def test_where_a_table_has_no_room_its_rows_are_lists_of_whole_words(tmp_path, monkeypatch, columns, arguments):
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    def words(width):
+        monkeypatch.setenv("COLUMNS", str(width))
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0
+        text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
+        assert max(map(len, text.splitlines())) <= width
+        return {word for word in WORDS.findall(text) if word[0] not in "┏┡└"}
+
+    assert words(columns) <= words(200)
+
+
 def test_plugins_keep_their_names_and_states(at):
     output = at(60, "plugins")
     assert "│ shardwise-embedding │" in output

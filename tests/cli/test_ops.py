@@ -148,7 +148,8 @@ def test_all_commands_take_the_same_names_and_imports(kernels, monkeypatch, comm
 def test_all_commands_refuse_a_name_alike(name):
     answers = {asked(command, name) for command in COMMANDS}
     ((code, printed, error),) = answers
-    assert (code, printed) == (1, "")
+    assert code == 1
+    assert json.loads(printed)["error"]["asked"] == f"find the op '{name}'"
     assert error.startswith(f"Error: CallError: find the op '{name}': ")
 
 

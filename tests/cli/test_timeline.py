@@ -80,5 +80,5 @@ def test_the_picture_has_a_lane_for_each_track_and_is_xml(run, tmp_path):
     titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
     assert sum(title.startswith("all_gather tp 1.00 MiB | blocks.1.wq | implicit") for title in titles) == 1
     result = run([HEAD], "--svg", str(tmp_path / "no" / "a.svg"))
-    assert result.exit_code == 1
-    assert "cannot write" in result.output
+    assert result.exit_code == 2
+    assert "there is no folder" in result.output

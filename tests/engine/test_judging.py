@@ -152,6 +152,8 @@ def conditions():
         assert isinstance(sent(sums)[0], CommunicationError)
     with pytest.raises(SettingsError, match="no mesh has a dim 'ddp'"), sw.communication("forbid", over="ddp"):
         sums()
+    with pytest.raises(SettingsError, match="no mesh has a dim 5; there are 0, 1"), sw.communication("forbid", over=5):
+        sums()
     assert policy.in_force.stack == ()
 
 

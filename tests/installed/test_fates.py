@@ -140,7 +140,7 @@ BROKEN = {
     ),
     "no rule": (
         "from shardwise.hookspecs import hookimpl\n@hookimpl\ndef shardwise_register(registry): registry.add(3)",
-        "is a int",
+        "is an int",
     ),
     "exits": ("import sys\nsys.exit(3)", "SystemExit: 3"),
     "absent": ("import acme_nowhere", "No module named 'acme_nowhere'"),

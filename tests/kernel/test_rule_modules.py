@@ -92,8 +92,9 @@ def test_two_rules_of_one_plugin_for_an_op_are_an_error_where_the_op_is_seen(mod
     ("text", "found"),
     [
         ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
-        ("", "AttributeError: .* has no attribute 'RULES'"),
-        ("RULES = (3,)", "RuleError: .*3 is a int"),
+        ("rules = ()", "RuleError: .*it has no RULES"),
+        ("RULES = 3", "RuleError: .*its RULES is an int"),
+        ("RULES = (3,)", "RuleError: .*3 is an int"),
         ("raise SystemExit(2)", "SystemExit: 2"),
         (
             'RULES = (rule(aten.abs.default, "... -> ..."),)',

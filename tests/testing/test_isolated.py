@@ -36,7 +36,7 @@ def test_an_installed_one_has_the_plugins_beside(installed_registry):
 
 
 def test_what_is_no_rule_is_refused(registry):
-    with pytest.raises(RuleError, match="is a int"):
+    with pytest.raises(RuleError, match="is an int"):
         registry.add(3)
 
 

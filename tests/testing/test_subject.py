@@ -85,7 +85,7 @@ def test_an_object_without_the_hook_is_refused(given, found):
 def test_rules_that_clash_or_are_none_are_refused():
     with pytest.raises(RuleError, match="two rules"):
         subject_of([RELU, WRONG])
-    with pytest.raises(RuleError, match="is a int"):
+    with pytest.raises(RuleError, match="is an int"):
         subject_of([3])
 
 

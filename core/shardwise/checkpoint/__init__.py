@@ -28,6 +28,7 @@ from shardwise.checkpoint.rules import rules_in_force, warn_of_other_rules
 from shardwise.comm.call_posts import lines_by_rank
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
+from shardwise.kernel.arguments import check_path, refuse_argument
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
 
@@ -47,6 +48,10 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
     :class:`CheckpointStepError`. Raises a :class:`CheckpointError` (or what a tensor of the state raises), the same one
     on every rank.
     """
+    check_path("save a checkpoint", directory)
+    for name, number in (("step", step), ("keep", keep)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            refuse_argument("save a checkpoint", name, number, f"Give a whole number, as in {name}=2.")
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"save step {step} in {where}"
     content: dict[str, Any] = {}
@@ -106,6 +111,7 @@ def load(
     :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After such an error
     the state is as it was, on every rank: what is loaded takes its own memory until all ranks have all of it.
     """
+    check_path("load a checkpoint", directory)
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
     calls = ranks.all(asked, lambda: (str(where), step, verify))
@@ -132,6 +138,7 @@ def load(
 
 def latest(directory: str | Path, *, process_group: Any = None) -> Checkpoint | None:
     """The last complete checkpoint of a directory, the same on every rank. Every rank must call this."""
+    check_path("look for checkpoints", directory)
     where = Path(directory).absolute()
     return Ranks(process_group).first(f"look for checkpoints in {where}", lambda: folder.newest(where))
 

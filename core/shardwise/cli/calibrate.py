@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.cli.output import PIPE_WIDTH, json_option, progress
+from shardwise.cli.output import PIPE_WIDTH, json_option, print_json, progress
 from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
@@ -102,7 +102,7 @@ def calibrate(
     if as_json:
         figures = json.loads(show([measured.calibration]))
         values = {"file": str(measured.request.out), **figures, "transitions": measured.redistributions}
-        click.echo(json.dumps(values, indent=1))
+        print_json(values)
     else:
         console = Console()
         console = console if console.is_terminal else Console(width=PIPE_WIDTH)

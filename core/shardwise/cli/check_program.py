@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from attrs import asdict
 from rich.console import Console
 
 from shardwise.cli.modules import load_function
-from shardwise.cli.output import json_option, print_rows
+from shardwise.cli.output import json_option, print_json, print_rows
 from shardwise.cli.program_errors import OF_MESH, check_takes
-from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.errors import WorkerError
 from shardwise.kernel.plurals import counted
 from shardwise.testing.step_check import STAGES, StepReport, check_step
@@ -74,11 +73,7 @@ def check_program(  # noqa: PLR0913  # an argument per option
     there is plugins check. Exits with 1 for a difference.
     """
     _refuse_plugins(program)
-    words = names.split(",") if names else None
-    if words and len(words) != len(mesh_shape):
-        raise click.UsageError(
-            f"--names has {counted(len(words), 'name')} and the mesh {counted(len(mesh_shape), 'dim')}"
-        )
+    words = mesh_dim_names(names, mesh_shape)
     if math.prod(mesh_shape) > _MOST_RANKS:
         raise click.UsageError(
             f"a mesh of {math.prod(mesh_shape):,} ranks needs as many processes here: check a small mesh of the same "
@@ -109,7 +104,7 @@ def check_program(  # noqa: PLR0913  # an argument per option
             "loss, (model, inputs) or (model, inputs, optimizer)."
         )
     if as_json:
-        click.echo(json.dumps(_as_json(report), indent=1))
+        print_json(_as_json(report))
     else:
         _print(report)
     if not report.is_same:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from shardwise.cli.modules import load_function
-from shardwise.cli.output import json_option, print_rows
+from shardwise.cli.output import json_option, print_json, print_rows
 from shardwise.cli.program_errors import check_takes, program_errors
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import op_name
@@ -68,7 +67,7 @@ def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> Non
             for use in _missing_first(covered)
         ]
         missing = [use.name for use in covered.missing]
-        click.echo(json.dumps({"ops": ops, "missing": missing, "stopped": covered.stopped}, indent=1))
+        print_json({"ops": ops, "missing": missing, "stopped": covered.stopped})
     else:
         _print_coverage(covered, show_all=show_all)
     if not covered.is_complete:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from attrs import evolve
 
 from shardwise.cli.call_text import arguments_of, find_op, parse_arguments, parse_operand
@@ -14,10 +14,11 @@ from shardwise.cli.completion import offer_ops
 from shardwise.cli.explanation_json import as_json_values
 from shardwise.cli.explanation_text import print_explanation
 from shardwise.cli.modules import import_option
-from shardwise.cli.output import json_option
+from shardwise.cli.output import json_option, print_json
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import LinksFitError
 from shardwise.kernel.mesh import AbstractMesh
+from shardwise.kernel.plurals import counted
 from shardwise.planning.cost import WIRES, Links, default_links, use_links
 from shardwise.planning.link_file import links_for, read
 from shardwise.tools.explain import LISTED, explain_call
@@ -36,6 +37,13 @@ def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return words
 
 
+def _device_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    try:
+        return torch.device(value).type
+    except RuntimeError:
+        raise click.BadParameter(f"torch knows no device {value!r}; write cpu or cuda", ctx, param) from None
+
+
 @click.command()
 @click.argument("op", shell_complete=offer_ops)
 @click.option(
@@ -43,7 +51,13 @@ def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 )
 @click.option("--input", "inputs", multiple=True, help="'f32[8,16] S(0),R', also 'name: ...'; '-' is None.")
 @click.option("--arg", "arguments", multiple=True, help="name=value, a Python literal or a dtype.")
-@click.option("--device", default="cpu", show_default=True, help="Device type of the mesh; decides what links cost.")
+@click.option(
+    "--device",
+    default="cpu",
+    callback=_device_type,
+    show_default=True,
+    help="Device type of the mesh; decides what links cost.",
+)
 @click.option("--wires", callback=_wires, help=f"What connects the ranks, per mesh dim: {', '.join(WIRES)}.")
 @click.option(
     "--links", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="Figures of shardwise calibrate."
@@ -76,7 +90,7 @@ def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
     finally:
         use_links(mesh, None)
     if as_json:
-        click.echo(json.dumps({**as_json_values(explanation), "figures": figures}, indent=1))
+        print_json({**as_json_values(explanation), "figures": figures})
     else:
         print_explanation(explanation, figures)
 
@@ -89,7 +103,9 @@ def _links(mesh: AbstractMesh, wires: tuple[str, ...] | None, path: Path | None)
     if path is not None and wires is not None:
         raise click.UsageError("--links and --wires both say what redistributions cost: give one of them")
     if wires is not None and len(wires) != mesh.ndim:
-        raise click.UsageError(f"--wires names {len(wires)} and the mesh has {mesh.ndim} dims: give one per mesh dim")
+        raise click.UsageError(
+            f"--wires has {counted(len(wires), 'name')} and the mesh {counted(mesh.ndim, 'dim')}: give one per mesh dim"
+        )
     if path is None:
         return default_links(mesh, wires), f"defaults for {', '.join(wires) if wires else 'one host'}"
     # The figures that a program would use from the file on such a mesh on one host.

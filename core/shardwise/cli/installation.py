@@ -13,15 +13,16 @@ import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.subject import editable_folder
+from shardwise.comm.policy import parse_policies
 from shardwise.discovery.entry_points import GROUP, discover
-from shardwise.errors import LinksError, SettingsError
+from shardwise.errors import LinksError, LockError, SettingsError
 from shardwise.kernel.first_party import CORE, PROJECT, core_distribution, core_version
 from shardwise.kernel.foreign_files import read_text
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import prefer_settings
 from shardwise.kernel.signature import op_name
 from shardwise.planning.link_file import chosen_file, parse
-from shardwise.settings import Settings, normalised, read_settings
+from shardwise.settings import Settings, normalised, preferred, read_settings
 
 __all__ = ["CHECKS"]
 
@@ -69,23 +70,24 @@ def _settings() -> Iterator[Finding]:
         yield Finding("settings", FAILED, f"{error.asked}: {error.found}", error.do)
         return
     for name, where in settings.sources.items():
-        value: object = getattr(settings, name)
-        if isinstance(value, frozenset):
-            text = ", ".join(sorted(value)) or "none"
-        elif isinstance(value, tuple):
-            text = ", ".join(f"{op} = {plugin}" for op, plugin in value) or "none"
-        else:
-            text = "on" if value is True else "off" if value is False else str(value)
-        yield Finding("settings", OK, f"{name} = {text}, from {where}")
+        yield Finding("settings", OK, f"{name} = {_setting_text(getattr(settings, name))}, from {where}")
     if not settings.sources:
         yield Finding("settings", OK, "none are set")
     often = "at every use" if settings.check_ranks else "when they are new or were written"
     meaning = {"compare": f"ranks compare them {often}", "replicate": "believed to be the same", "refuse": "an error"}
     yield Finding("plain tensors", OK, f"{settings.plain}: {meaning[settings.plain]}")
-    try:
-        discover(settings)
-    except SettingsError as error:
-        yield Finding("settings", FAILED, f"{error.asked}: {error.found}", f"{do} {error.do}")
+    for check in (discover, lambda settings: parse_policies(settings.communication, settings.source("communication"))):
+        try:
+            check(settings)
+        except SettingsError as error:
+            yield Finding("settings", FAILED, f"{error.asked}: {error.found}", f"{do} {error.do}")
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, (frozenset, tuple)):
+        words = sorted(value) if isinstance(value, frozenset) else value
+        return ", ".join(" = ".join(word) if isinstance(word, tuple) else str(word) for word in words) or "none"
+    return "on" if value is True else "off" if value is False else str(value)
 
 
 def _links() -> Iterator[Finding]:
@@ -125,17 +127,21 @@ _ADVICE = {
 
 
 _AT_IMPORT = "A module of rules should define them and do nothing else: tell its authors."
+_NOTHING = "Its hook should pass rules to registry.add(...): tell its authors."
 
 
 def _plugins() -> Iterator[Finding]:
     states = plugin_states()
     for status in states.statuses:
         name, shown = f"plugin {status.plugin.origin.plugin}", str(status.plugin.origin)
+        if isinstance(states.refusal, LockError) and status.reason == states.refusal.found:
+            continue  # the look-up says so once, and what to do
         if status.status in _ADVICE:
             do = _ADVICE[status.status].format(status.plugin.origin.plugin)
             yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
         elif status.status == "loaded" and status.reason:
-            yield Finding(name, WARNING, f"{shown} loaded, {counted(status.ops, 'op')}; it {status.reason}", _AT_IMPORT)
+            do = _NOTHING if status.reason == "registers nothing" else _AT_IMPORT
+            yield Finding(name, WARNING, f"{shown} loaded, {counted(status.ops, 'op')}; it {status.reason}", do)
         elif status.status == "loaded":
             yield Finding(name, OK, f"{shown} loaded, {counted(status.ops, 'op')}")
         else:
@@ -149,6 +155,19 @@ def _plugins() -> Iterator[Finding]:
         yield Finding("look-up", FAILED, f"programs cannot look up rules: {error.asked}: {error.found}", error.do)
     else:
         yield Finding("look-up", OK, f"{len({entry.op for entry in states.registry.ops()})} ops have rules")
+
+
+def _preferences() -> Iterator[Finding]:
+    """Preferences that decide nothing: no op with a rule has the name."""
+    try:
+        settings = read_settings()
+    except SettingsError:
+        return
+    ops = {op_name(entry.op) for entry in plugin_states().registry.ops()}
+    for pair in settings.prefer:
+        if not any(preferred([pair], op) for op in ops):
+            found = f"prefer = {' = '.join(pair)}, from {settings.source('prefer')}: no op with a rule has that name"
+            yield Finding("settings", WARNING, found, "Correct it, or leave it out; `shardwise rules` lists the ops.")
 
 
 def _conflicts() -> Iterator[Finding]:
@@ -205,6 +224,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "settings": _settings,
     "link figures": _links,
     "plugins": _plugins,
+    "preferences": _preferences,
     "rules": _conflicts,
     "dependencies": _dependencies,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import click
 from attrs import asdict, evolve, field, frozen
 
-from shardwise.cli.output import json_option
+from shardwise.cli.output import json_option, print_json, refuse_no_folder
 from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.errors import LockFileError
@@ -63,6 +62,7 @@ def lock(
     FUNCTION takes the mesh, as for `shardwise rehearse`. One process follows the step without data, so no mesh is
     needed. Where the environment variable CI is set nothing is ever written: the command compares, as with --check.
     """
+    refuse_no_folder("--out", out)
     in_ci = is_ci(os.environ)
     name = _program_name(step.text)
     asked = f"compare a step with {out}"
@@ -91,7 +91,7 @@ def lock(
     if in_ci and not check:
         click.echo("CI is set, so nothing is written: this compares, as with --check.", err=True)
     if as_json:
-        click.echo(json.dumps(outcome.as_json(), indent=1))
+        print_json(outcome.as_json())
     else:
         click.echo("\n".join(outcome.annotations() if form == "github" else outcome.lines()))
     if not outcome.is_good:

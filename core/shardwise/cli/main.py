@@ -13,7 +13,12 @@ import click
 from shardwise.errors import ShardingError
 from shardwise.kernel.first_party import core_version
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "INTERRUPTED", "main"]
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the number of SIGINT, as shells give it."""
+
+_AS_JSON = "shardwise.as_json"
 
 COMMANDS = {
     "calibrate": ("shardwise.cli.calibrate", "Measure the links of a mesh, for the cost model."),
@@ -57,12 +62,44 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in sorted(COMMANDS.items())])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and note whether stdout is for JSON."""
+        # The demo's option of that name takes a file.
+        ctx.meta[_AS_JSON] = "--json" in args and args[0] != "demo" and not ctx.resilient_parsing
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a refusal of shardwise exits with 1."""
+        """Run the command; a refusal of shardwise exits with 1, and Ctrl-C with what shells call it, 130."""
+        if not ctx.meta.get(_AS_JSON):
+            return self._run(ctx)
+        from shardwise.cli.output import json_alone, print_json
+
+        with json_alone() as is_printed:
+            try:
+                return self._run(ctx)
+            except click.ClickException as error:
+                if not is_printed():
+                    print_json({"error": _as_json(error)})
+                raise
+
+    def _run(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ShardingError as error:
             raise click.ClickException(f"{type(error).__name__}: {error}") from error
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("Aborted!", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+def _as_json(error: click.ClickException) -> dict[str, Any]:
+    """An error for programs: its type and message, and what was asked, found and to be done where shardwise says so."""
+    cause = error.__cause__
+    if not isinstance(cause, ShardingError):
+        kind = "UsageError" if isinstance(error, click.UsageError) else "Error"
+        return {"type": kind, "message": error.format_message()}
+    parts = {"asked": cause.asked, "found": cause.found, "do": cause.do}
+    return {"type": type(cause).__name__, "message": str(cause), **parts}
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) -> None:

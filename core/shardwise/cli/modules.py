@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import click
+
+from shardwise.kernel.arguments import kind_of
 
 __all__ = ["import_option", "imported_from", "load_function", "load_module", "run_file"]
 
@@ -66,16 +70,24 @@ def run_file(path: Path, name: str, *, keep: bool = False) -> ModuleType:
     return module
 
 
+_HOW = "package.module:function or path/to/file.py:function"
+
+
 def load_function(text: str) -> Callable[[], Any]:
     """The callable of ``package.module:name`` or ``path/to/file.py:name``."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
-        raise click.UsageError(
-            f"{text!r} does not name a function: write package.module:function or path/to/file.py:function"
-        )
-    value = getattr(load_module(where), name, None)
+        raise click.UsageError(f"{text!r} does not name a function: write {_HOW}")
+    if not where.endswith(".py") and not all(part.isidentifier() for part in where.split(".")):
+        raise click.UsageError(f"{where!r} is neither a module nor a .py file: write {_HOW}")
+    module = load_module(where)
+    value = getattr(module, name, None)
     if not callable(value):
-        raise click.ClickException(f"{where} has no function {name!r}")
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+        near = get_close_matches(name, own, n=1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        kind = f", it is {kind_of(value)}" if hasattr(module, name) else ""
+        raise click.ClickException(f"{where} has no function {name!r}{kind}{hint}")
     function: Callable[[], Any] = value
     return function
 

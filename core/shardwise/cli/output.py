@@ -7,17 +7,24 @@ blanks, so that ``grep`` and ``cut`` work.
 from __future__ import annotations
 
 import json
+import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
 
 import click
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text, TextType
 
 __all__ = [
     "PIPE_WIDTH",
+    "json_alone",
     "json_option",
     "on_terminal",
     "print_facts",
@@ -25,6 +32,7 @@ __all__ = [
     "print_parts",
     "print_rows",
     "progress",
+    "refuse_no_folder",
 ]
 
 PIPE_WIDTH = 200
@@ -43,12 +51,23 @@ _COLOURS = {
     "conflict": "red",
 }
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON document to stdout, of an error too, and all else to stderr.",
+)
 
 
 def on_terminal() -> bool:
     """Whether stdout is a terminal."""
     return Console().is_terminal
+
+
+def refuse_no_folder(option: str, path: Path | None) -> None:
+    """Refuse a file to write whose folder is not there, before anything is computed for it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
 
 
 @contextmanager
@@ -65,17 +84,59 @@ def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], 
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def print_json(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print a JSON list, one object per row."""
-    click.echo(json.dumps(rows, indent=1))
+class _JsonStream:
+    """Where JSON goes: None for stdout. ``is_used`` says that a document was printed."""
+
+    stream: TextIO | None = None
+    is_used = False
+
+
+@contextmanager
+def json_alone() -> Iterator[Callable[[], bool]]:
+    """Keep stdout for one JSON document: whatever else is printed meanwhile goes to stderr, also by the program that a
+    command runs and by its processes. The function says whether there is a document.
+    """
+    before = _JsonStream.stream, _JsonStream.is_used
+    _JsonStream.stream, _JsonStream.is_used = sys.stdout, False
+    is_real = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__  # not those of a test
+    kept = os.dup(1) if is_real else -1
+    try:
+        if is_real:
+            sys.stdout.flush()
+            os.dup2(2, 1)
+            _JsonStream.stream = os.fdopen(kept, "w", encoding="utf-8", closefd=False)
+        with redirect_stdout(sys.stderr):
+            yield lambda: _JsonStream.is_used
+    finally:
+        if is_real:
+            os.dup2(kept, 1)
+            os.close(kept)
+        _JsonStream.stream, _JsonStream.is_used = before
+
+
+def print_json(document: object) -> None:
+    """Print a document as JSON; what is no number in JSON, NaN and infinity, is null."""
+    click.echo(json.dumps(_finite(document), indent=1, allow_nan=False), file=_JsonStream.stream)
+    _JsonStream.is_used = True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def print_parts(parts: Sequence[RenderableType]) -> None:
-    """Print tables and texts with an empty line between them; without colours and trailing blanks for a pipe."""
+    """Print tables and texts with an empty line between them; without colours and trailing blanks for a pipe.
+
+    On a terminal that has no room for the words of a table its rows are lists of names and values.
+    """
     console = Console(highlight=False)
     if console.is_terminal:
         for i, part in enumerate(parts):
-            console.print(*([] if i == 0 else [""]), part, sep="\n")
+            console.print(*([] if i == 0 else [""]), _fitting(console, part), sep="\n")
         return
     plain = Console(width=PIPE_WIDTH, highlight=False, no_color=True, force_terminal=False)
     with plain.capture() as capture:
@@ -84,19 +145,53 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
 
 
+def _fitting(console: Console, part: RenderableType) -> RenderableType:
+    """A table with room for whole words in every column; its rows as lists where there is none."""
+    options = console.options.update_width(_UNBOUNDED)
+    if not isinstance(part, Table) or Measurement.get(console, options, part).maximum <= console.width:
+        return part
+    if Measurement.get(console, options, part).minimum > console.width:
+        names = [console.render_str(str(column.header), highlight=False) for column in part.columns]
+        return _records(names, list(zip(*(column.cells for column in part.columns), strict=True)), part.title)
+    for column in part.columns:
+        cells = (column.header, *column.cells)
+        column.min_width = max(Measurement.get(console, options, cell).minimum for cell in cells)
+    return part
+
+
+def _records(
+    names: Sequence[RenderableType], rows: Sequence[Sequence[RenderableType]], title: TextType | None = None
+) -> Table:
+    """Rows as lists of names and values, with an empty line between them."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for i, row in enumerate(rows):
+        if i:
+            table.add_row("", "")
+        for name, value in zip(names, row, strict=True):
+            if value not in ("", Text("")):
+                table.add_row(name, value)
+    return table
+
+
 def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str] = ()) -> None:
     """Print the named columns of the rows as a table; numbers stand on the right.
 
-    On a terminal that is too narrow for whole words the columns of ``drop`` are left out, the first ones first.
+    On a terminal that is too narrow for whole words the columns of ``drop`` are left out, the first ones first. Where
+    that is not enough, rows are lists of names and values.
     """
     console = Console(highlight=False)
     left_out = _too_wide(rows, columns, drop, console.width) if console.is_terminal else ()
+    if left_out is None:
+        _print(console, _records(columns, [[_cell(row[column]) for column in columns] for row in rows]))
+        return
     columns = [column for column in columns if column not in left_out]
     table = Table() if console.is_terminal else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         numeric = any(isinstance(row[column], int) for row in rows)
-        # Where columns may go for want of room, those of single words keep theirs, and sentences share the rest.
-        whole = bool(drop) and all(len(str(row[column])) <= _longest_word(rows, column) for row in rows)
+        # Columns of single words keep their room, and sentences share the rest.
+        whole = all(len(str(row[column])) <= _longest_word(rows, column) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
@@ -111,8 +206,10 @@ _LONGEST_WORD = 30
 
 def _too_wide(
     rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str], width: int
-) -> list[str]:
-    """The columns that must go so that the others have room for whole words; each has two blanks and a line."""
+) -> list[str] | None:
+    """The columns that must go so that the others have room for whole words; each has two blanks and a line. None where
+    all that may go is not enough.
+    """
     left_out: list[str] = []
     need = 1 + sum(3 + _longest_word(rows, column) for column in columns)
     for column in drop:
@@ -120,7 +217,7 @@ def _too_wide(
             break
         left_out.append(column)
         need -= 3 + _longest_word(rows, column)
-    return left_out
+    return left_out if need <= width else None
 
 
 def _longest_word(rows: Sequence[Mapping[str, object]], column: str) -> int:

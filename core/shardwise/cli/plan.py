@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardwise.cli.modules import load_function
-from shardwise.cli.output import json_option, print_parts, print_rows
+from shardwise.cli.output import json_option, print_json, print_parts, print_rows, refuse_no_folder
 from shardwise.cli.program_errors import OF_MESH, check_takes, program_errors
-from shardwise.cli.tensor_text import mesh_option_shape
-from shardwise.kernel.plurals import counted
+from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape, words_per_mesh_dim
 from shardwise.program.amounts import milliseconds, parse_size, size_text
 from shardwise.program.plan_file import Line, PlanFile, parse
 
@@ -104,12 +102,11 @@ def step(  # noqa: PLR0913  # the options of the command
 
     if factor and len(mesh_shape) != 1:
         raise click.UsageError("--factor tries all shapes: give --mesh the number of ranks alone")
-    words = (names or "dim0,dim1,dim2").split(",") if factor else _words("--names", names, mesh_shape)
-    connections = (wires.split(",") if wires else None) if factor else _words("--wires", wires, mesh_shape)
+    words = _factor_names(names) if factor else mesh_dim_names(names, mesh_shape)
+    connections = (wires.split(",") if wires else None) if factor else words_per_mesh_dim("--wires", wires, mesh_shape)
     if loose and keep is None:
         raise click.UsageError("--loose is about the lines of a plan to keep: give --keep FILE too")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise click.UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+    refuse_no_folder("--out", out)
 
     def run(mesh: DeviceMesh) -> Any:
         # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
@@ -139,19 +136,16 @@ def step(  # noqa: PLR0913  # the options of the command
         made.save(out)
     if as_json:
         content = _as_json(made) if shapes is None else {**_as_json(made), "shapes": _shapes_json(shapes)}
-        click.echo(json.dumps(content, indent=1))
+        print_json(content)
     else:
         print_parts([*([] if shapes is None else [_shapes_table(shapes)]), *_tables(made)])
         click.echo(_verdict(made))
 
 
-def _words(option: str, text: str | None, mesh_shape: Sequence[int]) -> list[str] | None:
-    words = text.split(",") if text else None
-    if words and len(words) != len(mesh_shape):
-        raise click.UsageError(
-            f"{option} has {counted(len(words), 'name')} and the mesh {counted(len(mesh_shape), 'dim')}"
-        )
-    return words
+def _factor_names(names: str | None) -> list[str] | None:
+    """Names for the mesh dims that may be, as many as are given."""
+    text = names or "dim0,dim1,dim2"
+    return mesh_dim_names(text, (1,) * len(text.split(",")))
 
 
 @contextmanager
@@ -356,7 +350,7 @@ def diff(*, a: Path, b: Path, as_json: bool) -> None:
     figures = [{"what": name, "A": str(x), "B": str(y)} for name, x, y in _figures(first, second)]
     lines = _changed(first, second)
     if as_json:
-        click.echo(json.dumps({"figures": figures, "lines": lines}, indent=1))
+        print_json({"figures": figures, "lines": lines})
         return
     print_rows(figures, ["what", "A", "B"])
     if lines:

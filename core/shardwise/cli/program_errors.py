@@ -17,6 +17,13 @@ __all__ = ["OF_MESH", "check_takes", "program_errors"]
 OF_MESH = "Write `def step(mesh):`, and give it what else it needs by defaults, or by a function around it."
 
 
+_NOT_RUN = (
+    (inspect.iscoroutinefunction, "an async function"),
+    (inspect.isgeneratorfunction, "a generator function"),
+    (inspect.isasyncgenfunction, "an async generator function"),
+)
+
+
 @contextmanager
 def program_errors(program: str) -> Iterator[None]:
     """Show what the program raises as a message; what shardwise raises comes through, on purpose or by mistake."""
@@ -37,6 +44,11 @@ def program_errors(program: str) -> Iterator[None]:
 
 def check_takes(program: str, function: Callable[..., Any], *arguments: str, do: str = "") -> None:
     """Raise ``click.ClickException`` for a function that cannot be called with these arguments and no others."""
+    for is_kind, kind in _NOT_RUN:
+        if is_kind(function):
+            raise click.ClickException(
+                f"{program} is {kind}, and calling it runs nothing. Write a function that runs a step, or returns one."
+            )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: the call itself says what is wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import click
 from attrs import asdict
 from rich.table import Table
 
-from shardwise.cli.output import json_option, print_parts
+from shardwise.cli.output import json_option, print_json, print_parts
 from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.program.amounts import size_text
@@ -50,23 +49,20 @@ def rehearse(
     refuse_empty(rehearsal)
     if as_json:
         memory = rehearsal.memory
-        click.echo(
-            json.dumps(
-                {
-                    "mesh": list(rehearsal.mesh_shape),
-                    "names": list(rehearsal.mesh_names),
-                    "coordinate": list(rehearsal.coordinate),
-                    "parameters": rehearsal.whole_parameters,
-                    "parameter_bytes": rehearsal.whole_parameter_bytes,
-                    "memory": {**asdict(memory), "peak": memory.peak, "activations": memory.activations},
-                    "collectives": [
-                        {**asdict(use), "times": times, "bytes": nbytes} for use, times, nbytes in rehearsal.by_op
-                    ],
-                    "ops": dict(rehearsal.ops),
-                    **({} if plan is None else {"as_planned": not _unplanned(plan.file, rehearsal)}),
-                },
-                indent=1,
-            )
+        print_json(
+            {
+                "mesh": list(rehearsal.mesh_shape),
+                "names": list(rehearsal.mesh_names),
+                "coordinate": list(rehearsal.coordinate),
+                "parameters": rehearsal.whole_parameters,
+                "parameter_bytes": rehearsal.whole_parameter_bytes,
+                "memory": {**asdict(memory), "peak": memory.peak, "activations": memory.activations},
+                "collectives": [
+                    {**asdict(use), "times": times, "bytes": nbytes} for use, times, nbytes in rehearsal.by_op
+                ],
+                "ops": dict(rehearsal.ops),
+                **({} if plan is None else {"as_planned": not _unplanned(plan.file, rehearsal)}),
+            }
         )
     else:
         print_parts(list(_tables(rehearsal, by_op=by_op)))

@@ -31,6 +31,8 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
     The form is the function that made the rule, and what it has beside its rows: its own local op (lowering), local
     arguments (local_args), a choice per position of tensor lists (zip_lists).
     """
+    if markdown and as_json:
+        raise click.UsageError("--markdown and --json both say how to print: give one of them")
     registry = default_registry()
     registry.read_modules()
     if markdown:
@@ -74,7 +76,7 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
         print_json(rows)
     elif rows:
         print_rows(rows, COLUMNS, drop=("static", "form", "plugin"))
-    else:
+    if not rows:
         raise click.ClickException(f"no op with a rule matches {pattern!r}; shardwise rules lists all")
 
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.program_errors import OF_MESH, check_takes
-from shardwise.cli.tensor_text import mesh_option_shape
-from shardwise.kernel.plurals import counted
+from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.program.step_plan import StepPlan, read_plan
 
 __all__ = ["StepProgram", "op_progress", "step_options"]
@@ -78,15 +77,12 @@ def _step_program(
 ) -> StepProgram:
     """The step of a command's options. Raises :class:`click.UsageError` for those that do not fit."""
     plan = None if plan_path is None else read_plan(plan_path)
-    words = names.split(",") if names else None
+    of_plan = None
     if plan is not None and mesh_shape is None:
-        mesh_shape, words = plan.file.mesh_shape, words or list(plan.file.mesh_names)
+        mesh_shape, of_plan = plan.file.mesh_shape, list(plan.file.mesh_names)
     if mesh_shape is None:
         raise click.UsageError("it needs --mesh, or a --plan that has one")
-    if words and len(words) != len(mesh_shape):
-        raise click.UsageError(
-            f"--names has {counted(len(words), 'name')} and the mesh {counted(len(mesh_shape), 'dim')}"
-        )
+    words = mesh_dim_names(names, mesh_shape) or of_plan
     return StepProgram(program, mesh_shape, words, device, plan, "" if plan_path is None else plan_path.name)
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 
 import click
 import torch
 
 from shardwise.errors import CallError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.tensor_meta import TensorMeta, dtype_name
 
-__all__ = ["DTYPES", "TENSOR", "mesh_option_shape", "read_mesh_shape", "read_tensor"]
+__all__ = [
+    "DTYPES",
+    "TENSOR",
+    "mesh_dim_names",
+    "mesh_option_shape",
+    "read_mesh_shape",
+    "read_tensor",
+    "words_per_mesh_dim",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     name: dtype
@@ -43,6 +54,10 @@ def read_tensor(text: str, asked: str) -> TensorMeta:
     return TensorMeta.contiguous(tuple(map(int, sizes)), dtype)
 
 
+# More than any machine has. The arithmetic of torch's meshes ends somewhere above.
+_MOST_RANKS = 1 << 20
+
+
 def read_mesh_shape(text: str) -> tuple[int, ...] | None:
     """The sizes of the mesh dims of ``2x4``; None for what is not a mesh."""
     words = text.lower().split("x")
@@ -56,4 +71,27 @@ def mesh_option_shape(ctx: click.Context, param: click.Parameter, value: str | N
     shape = read_mesh_shape(value)
     if shape is None:
         raise click.BadParameter(f"{value!r} is not a mesh: write 4, 2x2, 2x4x2", ctx, param)
+    if math.prod(shape) > _MOST_RANKS:
+        raise click.BadParameter(f"a mesh has at most {_MOST_RANKS:,} ranks, and {value!r} more", ctx, param)
     return shape
+
+
+def words_per_mesh_dim(option: str, text: str | None, mesh_shape: Sequence[int]) -> list[str] | None:
+    """The words of an option, one per mesh dim, with commas; None where it is not given."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != len(mesh_shape):
+        dims = counted(len(mesh_shape), "dim")
+        raise click.UsageError(f"{option} has {counted(len(words), 'name')} and the mesh {dims}: give one per mesh dim")
+    return words
+
+
+def mesh_dim_names(text: str | None, mesh_shape: Sequence[int]) -> list[str] | None:
+    """The value of a ``--names`` option: a name of its own per mesh dim."""
+    words = words_per_mesh_dim("--names", text, mesh_shape)
+    for word in words or ():
+        if not word.isidentifier() or words.count(word) > 1:  # type: ignore[union-attr]
+            what = "stands twice" if word.isidentifier() else "is not a name"
+            raise click.UsageError(f"--names {text!r}: {word!r} {what}; write letters, each name once, as in dp,tp")
+    return words

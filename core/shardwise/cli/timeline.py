@@ -8,7 +8,7 @@ from typing import Any
 import click
 from attrs import asdict
 
-from shardwise.cli.output import json_option, print_json, print_rows
+from shardwise.cli.output import json_option, print_json, print_rows, refuse_no_folder
 from shardwise.cli.timeline_svg import svg_of
 from shardwise.program.amounts import milliseconds, size_text
 from shardwise.tools.trace_file import WaitedFor, exposures, read_trace
@@ -42,6 +42,7 @@ def timeline(*, file: Path, most: int, svg: Path | None, as_json: bool) -> None:
     one: the time that the program waited (exposed), the time from issue to the end (measured), and what the cost model
     predicts.
     """
+    refuse_no_folder("--svg", svg)
     trace = read_trace(file)
     rows = exposures(trace.collectives)
     if svg is not None:

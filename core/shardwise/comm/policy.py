@@ -236,7 +236,7 @@ class _InForce:
 
     is_on: bool = False
     settings: Stack = ()
-    mesh_dims: set[str] = field(factory=set)
+    mesh_dims: set[str | int] = field(factory=set)
     _here: _Here = field(factory=_Here)
     _everywhere: list[_Scopes] = field(factory=list)
 
@@ -311,8 +311,8 @@ def start_by_settings() -> None:
 
 
 def know_mesh(mesh: Mesh) -> None:
-    """Note the names of a mesh's dims, so that a policy over a name that no mesh has is an error."""
-    in_force.mesh_dims.update(getattr(mesh, "mesh_dim_names", None) or ())
+    """Note the names and numbers of a mesh's dims, so that a policy over one that no mesh has is an error."""
+    in_force.mesh_dims.update(getattr(mesh, "mesh_dim_names", None) or (), range(mesh.ndim))
 
 
 def policies_now() -> tuple[Stack, bool]:

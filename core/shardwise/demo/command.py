@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import click
@@ -48,7 +49,7 @@ def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--heads", type=click.IntRange(1), default=DEFAULT.heads, show_default=True)
 @click.option("--context", type=click.IntRange(1), default=DEFAULT.context, show_default=True, help="Bytes a sequence.")
 @click.option("--batch", type=click.IntRange(1), default=DEFAULT.batch, show_default=True, help="Sequences a step.")
-@click.option("--learning-rate", type=float, default=DEFAULT.learning_rate, show_default=True)
+@click.option("--learning-rate", type=click.FloatRange(0, 1), default=DEFAULT.learning_rate, show_default=True)
 @click.option("--learn/--no-learn", default=DEFAULT.learn, show_default=True, help="Decide for a step as a whole.")
 @click.option(
     "--checkpoint-dir", type=click.Path(path_type=Path, file_okay=False), help="Save here, and go on from it."
@@ -63,6 +64,10 @@ def demo(
     and with 3 when a worker fails. With --checkpoint-dir, the same command goes on from the last checkpoint, on any
     --mesh.
     """
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise click.UsageError(f"--json {json_path}: there is no folder {json_path.absolute().parent}")
+    if math.isnan(sizes["learning_rate"]):  # type: ignore[arg-type]
+        raise click.UsageError("--learning-rate is not a number")
     settings = RunSettings(**sizes)  # type: ignore[arg-type]
     if settings.width % settings.heads:
         raise click.UsageError(f"--width {settings.width} does not divide into --heads {settings.heads}")

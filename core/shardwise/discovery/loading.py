@@ -19,6 +19,7 @@ from attrs import field, frozen
 from shardwise import hookspecs
 from shardwise.discovery.entry_points import InstalledPlugin, discover
 from shardwise.errors import PluginLoadError, RuleError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.known_rules import known_names
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Failure, Registrar, Registry
@@ -97,7 +98,7 @@ def _load_one(
     except BaseException as error:  # noqa: BLE001
         return _failed(plugin, error, registry, strict=strict)
     registry.accept(registrar)
-    return Status(plugin, "loaded", registrar=registrar)
+    return Status(plugin, "loaded", "" if registrar.has_anything else "registers nothing", registrar=registrar)
 
 
 def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar: Registrar) -> None:
@@ -110,7 +111,12 @@ def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar:
         if not impls:
             raise LookupError(f"{plugin.entry.value} implements no shardwise_register hook")  # noqa: TRY301  # as any failure
         for impl in impls:
-            impl.function(*(registrar for _ in impl.argnames))
+            returned = impl.function(*(registrar for _ in impl.argnames))
+            if returned is not None:
+                raise TypeError(  # noqa: TRY301  # as any failure
+                    f"shardwise_register of {plugin.entry.value} returned {kind_of(returned)}, which "
+                    "registers nothing: pass rules to registry.add(...), and return nothing"
+                )
         registrar.links += [_by_position(impl) for impl in _implementations(manager, "shardwise_links", name)]
         registrar.observers += [_by_position(impl) for impl in _implementations(manager, "shardwise_dispatched", name)]
     except BaseException:
@@ -167,7 +173,7 @@ def _failed(plugin: InstalledPlugin, error: BaseException, registry: Registry, *
         raise _fatal(plugin, cause) from error
     registry.reject(Failure(plugin.origin, cause, trace))
     warnings.warn(
-        f"shardwise left out the plugin {plugin.origin}: {cause}. Disable it with {_disable(plugin)}; "
+        f"shardwise left out the plugin {plugin.origin}: {cause.rstrip('.')}. Disable it with {_disable(plugin)}; "
         f"`shardwise plugins show {plugin.origin.plugin}` has the traceback.",
         RuntimeWarning,
         stacklevel=2,

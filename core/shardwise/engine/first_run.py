@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.lowered_results import first_results
 from shardwise.errors import LayoutError
 from shardwise.kernel.local_strides import in_order, lies_as, other_layout, restrided
 from shardwise.kernel.nested import tensors_in
@@ -50,7 +51,7 @@ class _FirstRun:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, call = self._plan, self._call
-        out = call(*args, **kwargs)
+        out = first_results(plan, call, args, kwargs)
         is_usual = type(out) is torch.Tensor and not other_layout(out) and out.is_contiguous()
         if is_usual and plan.out is not None and _is_row_major(plan.out):
             plan.run_by(call)
@@ -91,7 +92,7 @@ class _FirstView:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, call = self._plan, self._call
-        out = call(*args, **kwargs)
+        out = first_results(plan, call, args, kwargs)
         has_moved = is_traced = False
 
         def look(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -138,7 +139,7 @@ class _CheckedRuns:
             plan.schema.operand_names, _operands(plan, args, kwargs), self._inputs, strict=True
         ):
             _check(plan, f"its operand {name!r}", local, spec)
-        out = self._call(*args, **kwargs)
+        out = first_results(plan, self._call, args, kwargs)
         for local in tensors_in(out):
             refuse_other_layout(plan.schema.op, local)
         parts = _new_results(plan, out)

@@ -150,13 +150,14 @@ _warned: set[tuple[Any, ...]] = set()
 
 
 def _check_names(policy: Policy) -> None:
-    """Raise for a name of a mesh dim that no mesh has: the policy would hold for nothing, and nobody would know."""
-    unknown = [dim for dim in policy.over or () if isinstance(dim, str) and dim not in in_force.mesh_dims]
+    """Raise for a mesh dim that no mesh has: the policy would hold for nothing, and nobody would know."""
+    unknown = [dim for dim in policy.over or () if dim not in in_force.mesh_dims]
     if unknown:
+        there = [dim for dim in in_force.mesh_dims if type(dim) is type(unknown[0])]
         raise SettingsError(
             asked=f"follow the policy {str(policy)!r}",
-            found=f"no mesh has a dim {unknown[0]!r}; there are {', '.join(sorted(in_force.mesh_dims)) or 'no names'}",
-            do="Correct the name, or give the number of the mesh dim.",
+            found=f"no mesh has a dim {unknown[0]!r}; there are {', '.join(map(str, sorted(there))) or 'no names'}",
+            do="Correct it: give the name or the number of a mesh dim.",
             setting="communication",
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import RuleArgumentError
+from shardwise.kernel.arguments import kind_of
+from shardwise.kernel.authored import authored, refuse_answer
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import op_name
@@ -21,7 +23,11 @@ def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tu
     """
     if entry.rule.local_args is None or local is None:
         return None
-    replaced: Mapping[str, Any] = entry.rule.local_args(local)
+    with authored(schema.op, entry.rule.source, "local_args="):
+        replaced = entry.rule.local_args(local)
+    if not isinstance(replaced, Mapping):
+        do = "Return a dict from names of arguments to their local values"
+        refuse_answer(schema.op, entry.rule.source, "local_args=", kind_of(replaced), do)
     keyed = [
         (a.name, v) for a, v in zip(schema.signature.args, schema.values, strict=True) if a.name in schema.info.by_value
     ]

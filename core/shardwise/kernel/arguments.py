@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import isroutine
+from os import PathLike
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ArgumentError
 
-__all__ = ["check_flag", "check_mesh", "check_module", "check_tensor", "kind_of", "refuse_argument"]
+__all__ = [
+    "check_flag",
+    "check_function",
+    "check_mesh",
+    "check_module",
+    "check_path",
+    "check_tensor",
+    "kind_of",
+    "refuse_argument",
+]
 
 
 def kind_of(value: Any) -> str:
@@ -70,6 +80,18 @@ def check_module(asked: str, value: Any, name: str = "module") -> None:
     else:
         do = "Give an nn.Module first, then the mesh."
     refuse_argument(asked, name, value, do)
+
+
+def check_function(asked: str, value: Any, name: str) -> None:
+    """Raise :class:`ArgumentError` unless a value is a function, or None for no function."""
+    if value is not None and not callable(value):
+        refuse_argument(asked, name, value, f"Pass a function as {name}=, or leave it out.")
+
+
+def check_path(asked: str, value: Any, name: str = "directory") -> None:
+    """Raise :class:`ArgumentError` unless a value is the path of a file or of a folder."""
+    if not isinstance(value, (str, PathLike)):
+        refuse_argument(asked, name, value, f'Give its path, as in {name}="runs/first".')
 
 
 def check_flag(asked: str, value: Any, name: str) -> None:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import frozen
 
 from shardwise.errors import PluginLoadError, RuleError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.precedence import Entry, Origin
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
 from shardwise.kernel.signature import Op, as_op, op_name
@@ -19,6 +20,8 @@ from shardwise.private_torch.ops import HigherOrderOperator, OpLike
 from shardwise.settings import normalised
 
 __all__ = ["Instead", "Later", "LinkSupplier", "Observer", "Registrar", "RuleModule", "stem_of"]
+
+_MODULES = 'Map names of modules to the names of their ops, as in {"acme.mixing": "acme::mix acme::unmix"}.'
 
 Observer = Callable[[Any], None]
 Instead = Callable[..., Any] | None
@@ -71,7 +74,14 @@ class RuleModule:
     def read(self) -> Mapping[Op, Entry]:
         """The rules by op. Raises what the module raises, and :class:`RuleError` for a rule of another stem's op."""
         registrar = Registrar(self.origin)
-        registrar.add(*import_module(self.name).RULES)
+        rules = getattr(import_module(self.name), "RULES", None)
+        if not isinstance(rules, (tuple, list)):
+            raise RuleError(
+                asked=f"read the rules of {self.name} of {self.origin}",
+                found="it has no RULES" if rules is None else f"its RULES is {kind_of(rules)}",
+                do="Write RULES = (FIRST, SECOND), a tuple of what rule(), rule_from() or full_mesh_rule() returned.",
+            )
+        registrar.add(*rules)
         for entry in registrar.entries:
             name = entry.op.name()  # type: ignore[no-untyped-call]
             if stem_of(name) not in self.stems:
@@ -110,6 +120,13 @@ def _cannot(asked: str, origin: Origin, error: BaseException) -> PluginLoadError
     )
 
 
+def _no_rule(value: object, origin: Origin) -> RuleError:
+    do = "Pass what rule(), rule_from() or full_mesh_rule() returned."
+    if isinstance(value, (list, tuple)):
+        do = "Pass its rules one by one, with a star: add(*RULES)."
+    return RuleError(asked=f"register a rule of {origin}", found=f"{value!r} is {kind_of(value)}", do=do)
+
+
 class Registrar:
     """A plugin's hook receives one and registers rules with it."""
 
@@ -129,6 +146,12 @@ class Registrar:
         self.modules: list[RuleModule] = []
 
     @property
+    def has_anything(self) -> bool:
+        """Whether the plugin registered anything at all."""
+        own = (self._by_op, self.optimizers, self.composites, self.higher_order, self.compared, self.views)
+        return any((*own, self.observers, self.links, self.later, self.modules))
+
+    @property
     def entries(self) -> list[Entry]:
         """The rules that were registered as values, in order."""
         return list(self._by_op.values())
@@ -142,11 +165,7 @@ class Registrar:
         """
         for rule in rules:
             if not isinstance(rule, (Rule, FullMeshRule)):
-                raise RuleError(
-                    asked=f"register a rule of {self.origin}",
-                    found=f"{rule!r} is a {type(rule).__name__}",
-                    do="Pass what rule(), rule_from() or full_mesh_rule() returned.",
-                )
+                raise _no_rule(rule, self.origin)
             replaced = rule.replaces or replaces
             replaced_name = None if replaced is None else normalised(replaced)
             for op in rule.ops:
@@ -197,8 +216,12 @@ class Registrar:
         several modules may have overloads of one name. Raises :class:`RuleError` for a value that is not such names. A
         rule for an op that the names do not have is refused when the module is imported.
         """
+        if not isinstance(modules, Mapping):
+            self._refuse("modules of rules", modules, _MODULES)
         for module, names in modules.items():
             asked = f"register the module {module} of {self.origin}"
+            if not all(isinstance(word, str) for word in (module, names)):
+                self._refuse("modules of rules", modules, _MODULES)
             stems = names.split()
             for name in stems:
                 if not re.fullmatch(r"\w+::\w+", name) or stem_of(name) != name:
@@ -230,6 +253,7 @@ class Registrar:
         give the same numbers; where it returns ``NotImplemented``, torch's own kernel runs. Raises :class:`RuleError`
         for anything but an op.
         """
+        self._check_function("a composite op", "instead", instead)
         self.composites |= dict.fromkeys(self._overloads(ops, "a composite op"), instead)
 
     def add_higher_order(self, op: Any, instead: Callable[..., Any]) -> None:
@@ -246,6 +270,7 @@ class Registrar:
                 found=f"{op!r} is a {type(op).__name__}",
                 do="Name an operator of torch.ops.higher_order; rules of other ops go to add().",
             )
+        self._check_function("an operator of higher order", "instead", instead, required=True)
         self.higher_order[op] = instead
 
     def add_compared(self, *ops: OpLike) -> None:
@@ -263,7 +288,19 @@ class Registrar:
         ``undo(base, value, index, *args)`` returns the whole new base: ``value`` is what the result number ``index``
         holds now, and ``args`` are the op's arguments after the base. Raises :class:`RuleError` for anything but an op.
         """
+        self._check_function("a view op", "undo", undo, required=True)
         self.views |= dict.fromkeys(self._overloads(ops, "a view op"), undo)
+
+    def _check_function(self, what: str, name: str, value: Any, *, required: bool = False) -> None:
+        if not callable(value) and (required or value is not None):
+            raise RuleError(
+                asked=f"register {what} of {self.origin}",
+                found=f"{name}={value!r} is {kind_of(value)}",
+                do=f"Pass a function as {name}=.",
+            )
+
+    def _refuse(self, what: str, value: Any, do: str) -> NoReturn:
+        raise RuleError(asked=f"register {what} of {self.origin}", found=f"{value!r} is {kind_of(value)}", do=do)
 
     def _overloads(self, ops: Sequence[OpLike], what: str) -> list[Op]:
         overloads = [as_op(one) for one in ops]

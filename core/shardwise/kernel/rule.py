@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from attrs import field, frozen
 
-from shardwise.kernel.placements import Placement, is_strided, show_all
+from shardwise.errors import RuleError
+from shardwise.kernel.arguments import kind_of
+from shardwise.kernel.authored import authored, refuse_answer
+from shardwise.kernel.placements import Partial, Placement, is_strided, shard_dim, show_all
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import ByType, Call, Kind, Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 
 __all__ = ["FullMeshRule", "Row", "Rows", "Rule", "Work"]
+
+
+def _placements(values: Iterable[Placement | None]) -> tuple[Placement | None, ...]:
+    return tuple(values)
+
+
+def _rows(values: Iterable[Row]) -> tuple[Row, ...]:
+    return tuple(values)
 
 
 @frozen(cache_hash=True)
@@ -27,8 +39,8 @@ class Row:
     are, a row that is not ``scattered`` excludes lowered ones on other mesh dims: it is ``apart``.
     """
 
-    inputs: tuple[Placement | None, ...]
-    outputs: tuple[Placement | None, ...]
+    inputs: tuple[Placement | None, ...] = field(converter=_placements)
+    outputs: tuple[Placement | None, ...] = field(converter=_placements)
     name: str = ""
     lowered: bool = False
     divides: tuple[tuple[int, int, int], ...] = ()
@@ -49,11 +61,40 @@ class Row:
 class Rows:
     """The rows of a rule for one call, in order of preference."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = field(converter=_rows)
 
-    def bind(self, _call: Call) -> Rows:
-        """These rows, for any call."""
+    def bind(self, call: Call) -> Rows:
+        """These rows. Raises :class:`RuleError` for one that does not fit the call."""
+        operands = (*call.operands, *call.out_operands)
+        for row in self.rows:
+            if not isinstance(row, Row):
+                _refuse_row(call, f"{row!r} is {kind_of(row)}", "Make rows by Row(inputs, outputs)")
+            for what, placements, metas in (("operand", row.inputs, operands), ("result", row.outputs, call.outputs)):
+                if len(placements) != len(metas):
+                    found = f"{counted(len(placements), 'placement')} for {counted(len(metas), what)}"
+                    _refuse_row(call, f"{row} has {found}", "Give one placement per tensor, None for an absent one")
+                for placement, meta in zip(placements, metas, strict=True):
+                    _check_placement(call, row, placement, meta)
         return self
+
+
+def _check_placement(call: Call, row: Row, placement: Any, meta: TensorMeta | None) -> None:
+    if placement is None:
+        return
+    if not isinstance(placement, (Placement, Partial)):
+        found = f"{row} has {placement!r}, {kind_of(placement)}, for a placement"
+        _refuse_row(call, found, "Write Shard(0), Replicate() or Partial('sum')")
+    dim = shard_dim(placement)
+    if dim is not None and meta is not None and not 0 <= dim < meta.ndim:
+        found = f"{row} shards dim {dim} of a tensor of {counted(meta.ndim, 'dim')}"
+        _refuse_row(call, found, "Give rows that the tensors of the call can have; dims count from 0")
+
+
+def _refuse_row(call: Call, found: str, do: str) -> NoReturn:
+    name = op_name(call.op)
+    raise RuleError(
+        asked=f"apply a rule to {call}", found=found, do=f"{do}; `shardwise why {name}` names the plugin", op=name
+    )
 
 
 # The floating-point operations of a whole call.
@@ -62,7 +103,7 @@ Work = Callable[[Call], float]
 Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Rule:
     """The legal rows of one or more ops. Make one with :func:`rule` or :func:`rule_from`.
 
@@ -92,17 +133,24 @@ class Rule:
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
-        described = self.describe(call)
-        if callable(described):
-            described = described(call)
-        bound: Rows = described.bind(call)
+        with authored(call.op, self.source, "function"):
+            described = self.describe(call)
+            if callable(described) and not isinstance(described, type):
+                described = described(call)
+            if isinstance(described, type) or not hasattr(described, "bind"):
+                do = "Return like(...), einop(...), a Flow or Rows"
+                refuse_answer(call.op, self.source, "function", kind_of(described), do)
+            bound: Rows = described.bind(call)
         return bound.rows
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
 
-@frozen(eq=False)
+
+@frozen(eq=False, repr=False)
 class FullMeshRule:
     """A function ``(mesh, op_schema) -> OpStrategy`` that enumerates full strategies itself."""
 
@@ -122,6 +170,9 @@ class FullMeshRule:
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
 
 
 AnyRule = Rule | FullMeshRule

@@ -22,6 +22,9 @@ from attrs import Attribute, field, frozen
 from shardwise.discovery.process import default_registry
 from shardwise.errors import LinksFitError, PluginLoadError
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.plurals import counted
+from shardwise.kernel.precedence import Origin
+from shardwise.kernel.registrar import LinkSupplier
 from shardwise.kernel.registry import Registry
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "Links",
     "StepCosts",
     "Wire",
+    "answer_of",
     "default_links",
     "links_of",
     "links_of_wires",
@@ -165,17 +169,29 @@ def _by_plugins(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[Wire
         return None
     known, key = _supplied.setdefault(registry, {}), (mesh_shape, device_type, wires)
     if key not in known:
-        supplied = ((origin, supplier(*key)) for origin, supplier in registry.links)
-        origin, links = next(((o, links) for o, links in supplied if links is not None), (None, None))
-        if links is not None and not (isinstance(links, Links) and len(links.mesh_dims) == len(mesh_shape)):
-            raise PluginLoadError(
-                asked=f"cost redistributions on a mesh of shape {mesh_shape} by the plugin {origin}",
-                found=f"its hook shardwise_links answers {links!r}",
-                do=f"Return None, or Links with {len(mesh_shape)} mesh dims.",
-                plugin=str(origin),
-            )
-        known[key] = links
+        supplied = (answer_of(origin, supplier, *key) for origin, supplier in registry.links)
+        known[key] = next((links for links in supplied if links is not None), None)
     return known[key]
+
+
+def answer_of(
+    origin: Origin, supplier: LinkSupplier, mesh_shape: tuple[int, ...], device_type: str, wires: tuple[Wire, ...]
+) -> Links | None:
+    """What the hook of one plugin returns. Raises :class:`PluginLoadError` for anything else."""
+    cause = None
+    try:
+        links = supplier(mesh_shape, device_type, wires)
+        if links is None or (isinstance(links, Links) and len(links.mesh_dims) == len(mesh_shape)):
+            return links
+        found = f"answers {links!r}"
+    except Exception as error:  # noqa: BLE001  # an author's code may raise anything
+        found, cause = f"raised {type(error).__name__}: {error}", error
+    raise PluginLoadError(
+        asked=f"cost redistributions on a mesh of shape {mesh_shape} by the plugin {origin}",
+        found=f"its hook shardwise_links {found}",
+        do=f"Return None, or Links with {counted(len(mesh_shape), 'mesh dim')}.",
+        plugin=str(origin),
+    ) from cause
 
 
 def default_links(mesh: Mesh, wires: Sequence[Wire] | None = None) -> Links:

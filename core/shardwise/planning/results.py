@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shardwise.kernel.authored import refuse_answer
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Op, Signature, signature
 from shardwise.kernel.spec import TensorSpec
@@ -76,7 +78,21 @@ def _run_on_meta(
         if shape_needs_data(error):
             return None
         raise
-    return tuple(flat_metas(results))
+    metas = tuple(flat_metas(results))
+    if instead is not None:
+        _check_meta(op, described, instead, metas)
+    return metas
+
+
+def _check_meta(op: Op, described: Signature, instead: Callable[..., Any], metas: Sequence[TensorMeta | None]) -> None:
+    """Raise :class:`RuleError` for a rule's ``meta`` that does not return what the schema says."""
+    tensors = [r for r in described.results if r.is_tensor]
+    if any(metas) and (len(metas) == len(tensors) or any(r.is_list for r in tensors)):
+        return
+    code = getattr(instead, "__code__", None)
+    source = f"{code.co_filename}:{code.co_firstlineno}" if code else repr(instead)
+    found = f"{counted(sum(m is not None for m in metas), 'tensor')} for {counted(len(tensors), 'tensor result')}"
+    refuse_answer(op, source, "meta=", found, "Return what the op returns, made on the meta device")
 
 
 def flat_metas(results: Any) -> list[TensorMeta | None]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwise.errors import ListLengthError, NoStrategyError
+from shardwise.kernel.arguments import kind_of
+from shardwise.kernel.authored import authored, refuse_answer
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.registry import Registry
@@ -43,7 +45,14 @@ def make_call(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | No
     call = Call(schema.op, {name: _metas(value) for name, value in arguments.items()}, tuple(outputs))
     if rule.results is None:
         return call
-    return Call(call.op, call.args, tuple(rule.results(call, schema.mesh.device_type)))
+    with authored(call.op, rule.source, "results="):
+        results = tuple(rule.results(call, schema.mesh.device_type))
+    if len(results) != len(outputs) or not all(m is None or isinstance(m, TensorMeta) for m in results):
+        answer = f"({', '.join(map(kind_of, results))}) for {counted(len(outputs), 'result')}"
+        refuse_answer(
+            call.op, rule.source, "results=", answer, "Return a TensorMeta per tensor result, None without one"
+        )
+    return Call(call.op, call.args, results)
 
 
 def _metas(value: object) -> object:
@@ -146,7 +155,17 @@ def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
 def listed(rule: FullMeshRule, schema: OpSchema) -> OpStrategy:
     """The strategies of a rule that lists them itself. It sees ``Shard(d)`` where an operand has a strided shard."""
     specs = [None if spec is None else spec.without_strides() for spec in schema.specs]
-    answer: OpStrategy = rule.strategies(schema.mesh, schema.with_specs(specs))
+    with authored(schema.op, rule.source, "function"):
+        answer = rule.strategies(schema.mesh, schema.with_specs(specs))
+    if not isinstance(answer, OpStrategy):
+        do = "Return an OpStrategy with a PlacementStrategy per legal choice"
+        refuse_answer(schema.op, rule.source, "function", kind_of(answer), do)
+    for one in answer.strategies:
+        if len(one.input_specs) != len(specs):
+            found = (
+                f"a strategy with {counted(len(one.input_specs), 'input spec')} for {counted(len(specs), 'operand')}"
+            )
+            refuse_answer(schema.op, rule.source, "function", found, "Give a spec per operand, None for an absent one")
     return answer
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType
 from typing import Any, Unpack
 
 from shardwise.errors import RuleArgumentError, RuleError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule, Work
 from shardwise.kernel.signature import Call, Kind, Op, as_op, op_name, signature
@@ -21,6 +23,7 @@ from shardwise.rule.facts import Facts, FactWords, stated
 from shardwise.rule.flow import Flow, RowNames, row_names
 from shardwise.rule.labels import labels
 from shardwise.rule.lowering import LocalArgs, Lowering
+from shardwise.rule.options import checked_functions, checked_replaces, names_of, reductions_of, rows_of
 from shardwise.rule.pattern import Options, Pattern, listed
 
 __all__ = ["einop", "full_mesh_rule", "like", "rule", "rule_from"]
@@ -79,9 +82,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     """
     ops = _as_ops(ops)
     function, lowered = _attached(lowering)
-    partial = (*stated(facts), *partial)
-    names = frozenset(replicate), frozenset(nonempty), frozenset(scattered)
-    options = Options(dict(reduce or {}), names[0], partial, lowered, *names[1:])
+    checked_functions(lowering=function, local_args=local_args, work=work)
+    options = _options(reduce, replicate, (*stated(facts), *rows_of("partial", partial)), lowered, nonempty, scattered)
     pattern = Pattern.of(notation, options)
     pattern.check(ops)
     return Rule(
@@ -93,8 +95,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
         lowering=function,
         local_args=local_args,
         source=_caller(),
-        partial=tuple(map(str, partial)),
-        replaces=replaces,
+        partial=tuple(map(str, options.partial)),
+        replaces=checked_replaces(replaces),
         work=work,
     )
 
@@ -128,9 +130,11 @@ def rule_from(  # noqa: PLR0913  # keyword-only options of one value
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
+    checked_functions(lowering=lowering, local_args=local_args, results=results, meta=meta, work=work)
+    checked_replaces(replaces)
 
     def make(function: Callable[..., Description]) -> Rule:
-        code = function.__code__
+        code = _code_of(function, "rule_from")
         arguments = _arguments(function)
         return Rule(
             ops=ops,
@@ -166,9 +170,11 @@ def full_mesh_rule(
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
+    checked_functions(lowering=lowering, local_args=local_args)
+    checked_replaces(replaces)
 
     def make(function: Callable[[Any, Any], Any]) -> FullMeshRule:
-        code = function.__code__
+        code = _code_of(function, "full_mesh_rule")
         source = f"{code.co_filename}:{code.co_firstlineno}"
         return FullMeshRule(ops, function, source, keyed, lowering, local_args, replaces=replaces)
 
@@ -181,7 +187,7 @@ def full_mesh_rule(
 def like(
     x: TensorMeta,
     *,
-    whole: Iterable[int] = (),
+    whole: int | Iterable[int] = (),
     partial: Iterable[str | Facts] = (),
     lowered: RowNames = (),
     scattered: Iterable[str] = (),
@@ -191,6 +197,13 @@ def like(
 
     Facts, ``partial``, ``lowered`` and ``scattered`` are as in :class:`Flow`.
     """
+    if not isinstance(x, TensorMeta):
+        raise RuleArgumentError(
+            asked=f"describe a call by like({x!r})",
+            found=f"it is {kind_of(x)}, and not a tensor of the call",
+            do="Pass one of the function's tensor arguments; for one that may be None, write Flow or einop.",
+            argument="x",
+        )
     names = labels(x.ndim, whole if x.ndim else ())
     return Flow([names], [names], partial=partial, lowered=lowered, scattered=scattered, **facts)
 
@@ -211,13 +224,47 @@ def einop(
     ``lowered`` names the rows that run the rule's lowering, as in :class:`Flow`. The function that is returned serves
     any number of calls, and caches what it works out.
     """
-    partial = (*stated(facts), *partial)
-    names = frozenset(replicate), frozenset(nonempty), frozenset(scattered)
-    options = Options(dict(reduce or {}), names[0], partial, row_names(lowered), *names[1:])
-    return Pattern.of(notation, options).flow
+    rows = (*stated(facts), *rows_of("partial", partial))
+    return Pattern.of(notation, _options(reduce, replicate, rows, row_names(lowered), nonempty, scattered)).flow
 
 
 # -- small parts -------------------------------------------------------------------------------------------------
+
+
+def _options(
+    reduce: Mapping[str, str] | None,
+    replicate: Iterable[str],
+    partial: tuple[str | Facts, ...],
+    lowered: tuple[str | Facts, ...],
+    nonempty: Iterable[str],
+    scattered: Iterable[str],
+) -> Options:
+    replicated, filled = (
+        frozenset(names_of(option, value)) for option, value in (("replicate", replicate), ("nonempty", nonempty))
+    )
+    return Options(
+        reductions_of(reduce), replicated, partial, lowered, filled, frozenset(names_of("scattered", scattered))
+    )
+
+
+def _code_of(function: Any, decorator: str) -> CodeType:
+    """The code of a function that is decorated. Raises :class:`RuleArgumentError` for anything but such a function."""
+    if not inspect.isfunction(function):
+        raise RuleArgumentError(
+            asked=f"make a rule by {decorator}",
+            found=f"what it decorates is {kind_of(function)}",
+            do=f"Write @{decorator}(op) above a function, or call {decorator}(op)(function).",
+            argument="function",
+        )
+    for name, parameter in inspect.signature(function).parameters.items():
+        if decorator == "rule_from" and parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise RuleArgumentError(
+                asked=f"make a rule by {decorator} of {function.__name__}",
+                found=f"its parameter {parameter} has no name that an argument is passed by",
+                do="Name the arguments of the op that it reads, or take `call`, which has all of them.",
+                argument=name,
+            )
+    return function.__code__
 
 
 def _attached(
@@ -240,7 +287,8 @@ def _attached(
 
 
 def _as_ops(ops: OpLike | Iterable[OpLike]) -> tuple[Op, ...]:
-    named: tuple[Any, ...] = (ops,) if isinstance(ops, OpLike) or not isinstance(ops, Iterable) else tuple(ops)
+    named: tuple[Any, ...]
+    named = (ops,) if isinstance(ops, (OpLike, str)) or not isinstance(ops, Iterable) else tuple(ops)
     overloads = [as_op(op) for op in named]
     if not named or None in overloads:
         wrong = next((op for op, overload in zip(named, overloads, strict=True) if overload is None), None)
@@ -253,7 +301,7 @@ def _as_ops(ops: OpLike | Iterable[OpLike]) -> tuple[Op, ...]:
 
 
 def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
-    names = frozenset(static)
+    names = frozenset(names_of("static", static))
     if not names:  # to read the schemas of all ops is most of what making a rule costs
         return names
     for op in ops:
@@ -280,7 +328,7 @@ def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
 
 
 def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
-    names = frozenset(writes)
+    names = frozenset(names_of("writes", writes))
     if not names:
         return names
     known = {a.name for op in ops for a in signature(op).tensor_args}

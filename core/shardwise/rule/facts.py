@@ -7,12 +7,14 @@ position the operand has, and how many rows that makes, follows from the schema.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Final, TypedDict
 
 from attrs import frozen
 
 from shardwise.errors import RuleArgumentError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Call, Kind, Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -27,6 +29,23 @@ PASSED: Final[Mapping[str, Mapping[str, str]]] = {
     "decreasing": {"max": "min", "min": "max"},
     "moves": {kind: kind for kind in REDUCE_OPS},
 }
+
+
+# Of the functions that take facts as keywords: what a slip in a word may have meant.
+_OPTIONS: Final = [
+    "reduce",
+    "replicate",
+    "partial",
+    "static",
+    "zip_lists",
+    "lowering",
+    "lowered",
+    "local_args",
+    "nonempty",
+    "scattered",
+    "replaces",
+    "work",
+]
 
 
 class FactWords(TypedDict, total=False):
@@ -156,14 +175,31 @@ def stated(words: FactWords) -> tuple[Facts, ...]:
     if not words:
         return ()
     operands_of: Mapping[str, Any] = words
-    return _stated(tuple([(w, n if isinstance(n, str) else tuple(n)) for w, n in operands_of.items()]))
+    return _stated(tuple([(w, n if isinstance(n, str) else _operand_names(w, n)) for w, n in operands_of.items()]))
+
+
+def _operand_names(word: str, operands: Any) -> tuple[str, ...]:
+    names = tuple(operands) if isinstance(operands, Iterable) else (operands,)
+    for name in names:
+        if not isinstance(name, str):
+            raise RuleArgumentError(
+                asked=f"make a rule that is {word} in {operands!r}",
+                found=f"{name!r} is {kind_of(name)}, and not the name of an operand",
+                do=f'Write names, as in {word}="self" or {word}=("self", "mat2").',
+                argument=word,
+            )
+    return names
 
 
 @lru_cache(maxsize=1024)  # functions of a call state their facts anew for each call
 def _stated(words: tuple[tuple[str, str | tuple[str, ...]], ...]) -> tuple[Facts, ...]:
     unknown = [word for word, _ in words if word not in PASSED]
     if unknown:
-        raise TypeError(f"{unknown[0]!r} is not a fact or another option of a rule; facts are {', '.join(PASSED)}")
+        near = get_close_matches(unknown[0], [*PASSED, *_OPTIONS], n=1)
+        nearest = f"; the nearest is {near[0]}" if near else ""
+        raise TypeError(
+            f"{unknown[0]!r} is not a fact or another option of a rule{nearest}; facts are {', '.join(PASSED)}"
+        )
     facts = [
         fact
         for word, operands in words
@@ -174,7 +210,7 @@ def _stated(words: tuple[tuple[str, str | tuple[str, ...]], ...]) -> tuple[Facts
 
 def _facts(word: str, operands: Sequence[str], results: Iterable[int] | None) -> Facts:
     which = None if results is None else tuple(results)
-    return Facts(tuple(Fact(word, tuple(names.split()), which) for names in operands))
+    return Facts(tuple(Fact(word, tuple(names.split()), which) for names in _operand_names(word, operands)))
 
 
 def _positions(call: Call, operands: Sequence[str]) -> set[int]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
+from shardwise.errors import RuleError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import Call
 from shardwise.rule.flow import Flow
 
@@ -24,10 +27,20 @@ def dim_of(dim: int, ndim: int) -> int:
     return dim % ndim if ndim else 0
 
 
-def labels(ndim: int, whole: Iterable[int] = (), letter: str = "d") -> Labels:
+def labels(ndim: int, whole: int | Iterable[int] = (), letter: str = "d") -> Labels:
     """``d0 d1 ...`` with ``None`` for the dims that must be whole, which may be counted from the back."""
-    unsharded = {dim_of(d, ndim) for d in whole}
+    unsharded = {_checked_dim(d, ndim) for d in (whole if isinstance(whole, Iterable) else (whole,))}
     return tuple(None if d in unsharded else f"{letter}{d}" for d in range(ndim))
+
+
+def _checked_dim(dim: Any, ndim: int) -> int:
+    if not isinstance(dim, int) or not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise RuleError(
+            asked=f"keep dim {dim!r} of a tensor of {counted(ndim, 'dim')} whole",
+            found="it is not the number of one of its dims",
+            do="Name dims from the front, or from the back by negative numbers.",
+        )
+    return dim_of(dim, ndim)
 
 
 def replaced(names: Labels, dim: int, *by: str | None) -> Labels:

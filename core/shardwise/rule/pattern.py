@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Call, Op, op_name, signature
@@ -55,6 +56,7 @@ class Pattern:
         if isinstance(notation, str):
             parsed = parse(notation)
             return cls(str(parsed), parsed, {}, None, options)
+        _check_is_notation(notation)
         operands = {names: text for names, text in notation.items() if names != "->"}
         named = {name: parse_operand(text) for names, text in operands.items() for name in names.split()}
         result = notation.get("->")
@@ -91,6 +93,12 @@ class Pattern:
             unknown = {n for n in getattr(options, option) if n not in known and not n.startswith(ELLIPSIS)}
             if unknown:
                 raise self._error(f"{option}= names {listed(unknown)}, which no input has", "Use a dim of the inputs.")
+        both = options.reduce.keys() & options.replicate
+        if both:
+            raise self._error(
+                f"{listed(both)} is in reduce= and in replicate=",
+                "A dim that vanishes is reduced over its shards, or it must be whole.",
+            )
         kinds = set(options.reduce.values()) - {*REDUCE_OPS, "R"}
         if kinds:
             raise self._error(f"{listed(kinds)} is not a reduction", f"Use one of {', '.join(REDUCE_OPS)}.")
@@ -150,6 +158,12 @@ class Pattern:
     def _labelled(self, call: Call) -> Flow:
         """A name for every dim of the call's tensors: ellipses written out, compound dims with their sizes."""
         inputs, outputs = self._operands_of(call)
+        for what, operands, metas in (("operand", inputs, call.operands), ("result", outputs, call.outputs)):
+            if len(operands) != len(metas):
+                raise self._error(
+                    f"it has {counted(len(operands), what)} and {call} has {len(metas)}",
+                    "Write one operand per tensor argument, in schema order, and one per tensor result.",
+                )
         described = [*zip(inputs, call.operands, strict=True), *zip(outputs, call.outputs, strict=True)]
         dims_of = [_expanded(call, operand, meta) for operand, meta in described]
         sizes: dict[str, int] = {}
@@ -187,6 +201,24 @@ class Pattern:
             written = dict(zip(names, inputs, strict=True))
             inputs = [written[name.partition("[")[0]] for name in call.operand_names]
         return inputs, outputs * len(call.outputs) if len(outputs) == 1 else outputs
+
+
+def _check_is_notation(notation: Any) -> None:
+    """Raise :class:`NotationError` unless it maps names of operands to operands, each name once."""
+    text = repr(notation)
+    do = 'Write "m k, k n -> m n", or map names of operands to operands: {"self other": "..."}.'
+    if not isinstance(notation, Mapping):
+        raise NotationError(asked=f"read the notation {text}", found=f"it is {kind_of(notation)}", do=do, notation=text)
+    for names, operand in notation.items():
+        for value in (names, operand):
+            if not isinstance(value, str):
+                found = f"{value!r} in it is {kind_of(value)}, and not a text"
+                raise NotationError(asked=f"read the notation {text}", found=found, do=do, notation=text)
+    words = [name for names in notation for name in names.split() if names != "->"]
+    twice = sorted({name for name in words if words.count(name) > 1})
+    if twice or not words:
+        found = f"it names {twice[0]!r} twice" if twice else "it names no operand"
+        raise NotationError(asked=f"read the notation {text}", found=found, do=do, notation=text)
 
 
 def _check_counts(op: Op, text: str, parsed: Notation) -> None:

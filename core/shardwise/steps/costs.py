@@ -12,6 +12,8 @@ from attrs import define, field
 from numpy.typing import NDArray
 
 from shardwise.engine.traffic import Collective, in_lowering
+from shardwise.kernel.arguments import kind_of
+from shardwise.kernel.authored import authored, refuse_answer
 from shardwise.kernel.placements import shard_dim
 from shardwise.kernel.rule import Row, Rule
 from shardwise.kernel.signature import Call
@@ -22,7 +24,7 @@ from shardwise.program.step_graph import CallNode, StepGraph
 from shardwise.program.step_rows import Choices, as_placements, shards_of
 from shardwise.program.step_slices import placed
 
-__all__ = ["WorkCosts"]
+__all__ = ["WorkCosts", "stated_work"]
 
 
 @define(eq=False)
@@ -76,12 +78,12 @@ class WorkCosts:
 
     def _operations(self, call: CallNode, choices: Choices) -> float:
         """Floating-point operations of the whole call, by its rule."""
-        work = call.entry.rule.work if isinstance(call.entry.rule, Rule) else None
-        if work is None:
+        rule = call.entry.rule
+        if not isinstance(rule, Rule) or rule.work is None:
             return 0.0
         key = id(choices)
         if key not in self._flops:
-            self._flops[key] = float(work(self._as_call(call)))
+            self._flops[key] = stated_work(rule, self._as_call(call))
         return self._flops[key]
 
     def _as_call(self, call: CallNode) -> Call:
@@ -131,6 +133,17 @@ def _is_cut(placement: Any) -> bool:
 
 def _placed(spec: TensorSpec, places: Sequence[Any]) -> TensorSpec:
     return spec.untagged.with_placements(as_placements(tuple(map(placed, places)), spec.mesh_shape))
+
+
+def stated_work(rule: Rule, call: Call) -> float:
+    """What a rule's ``work`` says of a call. A negative cost, or one that is no number, could decide for any row."""
+    assert rule.work is not None
+    with authored(call.op, rule.source, "work="):
+        operations: object = rule.work(call)
+    if isinstance(operations, bool) or not isinstance(operations, (int, float)) or not 0 <= operations < math.inf:
+        answer = repr(operations) if isinstance(operations, (int, float)) else kind_of(operations)
+        refuse_answer(call.op, rule.source, "work=", answer, "Return a finite number of operations, 0 or more")
+    return float(operations)
 
 
 def _seconds(costs: StepCosts, one: Collective) -> float:

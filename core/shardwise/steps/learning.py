@@ -82,7 +82,7 @@ def decide_step(graph: StepGraph, limit: MemoryLimit | None = None) -> Learned:
     return Learned(solved.decisions, before, solved.seconds, len(graph.calls), solved.torn, seconds)
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Learning:
     """Learning that is on, from the first call after :func:`learn` until it is closed.
 
@@ -104,6 +104,10 @@ class Learning:
     _unknown_in_step: int = field(default=0, init=False)
     _known_steps: int = field(default=0, init=False)
     _is_first_step: bool = field(default=True, init=False)
+
+    def __repr__(self) -> str:
+        state = "recording a step" if self.records else "nothing yet" if self.learned is None else str(self.learned)
+        return f"<Learning after {counted(self.rounds, 'round')}: {state}>"
 
     def start(self) -> None:
         """Record from now on, until the first optimizer's step has run."""

@@ -14,7 +14,7 @@ from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.errors import LayoutError
-from shardwise.kernel.arguments import check_mesh
+from shardwise.kernel.arguments import check_mesh, refuse_argument
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.places import per_mesh_dim
 from shardwise.kernel.spec import TensorSpec
@@ -89,6 +89,8 @@ def _make(
     values: _Values | None = None,
 ) -> MeshTensor:
     """A MeshTensor of the values of ``make(size, dtype=, device=)``. Only random factories pass ``values``."""
+    if not all(isinstance(n, (int, torch.SymInt)) for n in size):
+        refuse_argument("make a MeshTensor", "size", size, "Give whole numbers, as in zeros(8, 4) or zeros((8, 4)).")
     if layout is not torch.strided:
         raise LayoutError(
             asked=f"make a MeshTensor with layout {layout}",

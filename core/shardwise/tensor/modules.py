@@ -16,7 +16,7 @@ from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import LayoutError, PlanError, PlanFitError, PlanFitWarning
-from shardwise.kernel.arguments import check_mesh, check_module
+from shardwise.kernel.arguments import check_function, check_mesh, check_module, refuse_argument
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.places import Places
 from shardwise.private_torch.distributed import current_mesh
@@ -70,6 +70,8 @@ def distribute_module(
     check_module("distribute a module", module)
     mesh = current_mesh() if device_mesh is None else device_mesh
     check_mesh(f"distribute a {type(module).__name__}", mesh)
+    for name, function in (("input_fn", input_fn), ("output_fn", output_fn)):
+        check_function(f"distribute a {type(module).__name__}", function, name)
     names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
     names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
     if isinstance(partition, (str, os.PathLike)):
@@ -82,6 +84,7 @@ def distribute_module(
             found="there is no plan whose lines could fit nothing: the partition is not one",
             do="Give a plan or the name of its file, or leave loose out.",
         )
+    _check_partition(type(module).__name__, partition)
     if callable(partition):
         for name, submodule in module.named_modules():
             partition(name, submodule, mesh)
@@ -99,6 +102,12 @@ def distribute_module(
         after = _with_module(output_fn)
         module.register_forward_hook(lambda m, _, outputs: after(m, outputs, mesh))
     return module
+
+
+def _check_partition(kind: str, partition: object) -> None:
+    if not (partition is None or callable(partition) or isinstance(partition, Mapping)):
+        do = 'Give placements by pattern, as in {"*.weight": [Shard(0)]}, a function (name, module, mesh), or a plan.'
+        refuse_argument(f"distribute a {kind}", "partition", partition, do)
 
 
 def _install(plan: StepPlan, kind: str, names: Sequence[str], mesh: DeviceMesh, loose: bool) -> dict[str, Places]:

@@ -17,9 +17,10 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from shardwise.errors import RuleError
+from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import show_all
-from shardwise.kernel.rule import AnyRule, FullMeshRule
+from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
 from shardwise.kernel.signature import Call, Op, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -86,6 +87,8 @@ def check_rule(  # noqa: PLR0913  # keyword-only options of one value
 
     Calls with zeros of both signs, infinities, NaN and numbers far from 1 are made from the samples and added.
     """
+    if not isinstance(rule, (Rule, FullMeshRule)):
+        refuse_argument("judge a rule", "rule", rule, "Pass what rule(), rule_from() or full_mesh_rule() returned.")
     inside = cases is None if strided is None else strided
     shapes, run_by = tuple(map(tuple, meshes)), by_op(stand_ins or {})
     settings = _Settings(shapes, cases, seed, run_by, keep_going, trust_results, inside)
@@ -229,7 +232,10 @@ class _Hearing:
                 names = {name for option in inside.options for name in option.rows}
                 listed = Listed((*listed.options, *inside.options), (*listed.rows, *names), listed.left + inside.left)
         except Exception as error:  # noqa: BLE001  a rule is a plugin's function and may raise anything
-            self._refuse(trial, None, f"the rule raises {type(error).__name__}: {error}", error)
+            # What names the rule's line already says what its function did.
+            is_about_rule = isinstance(error, RuleError) and "source" in error.fields
+            what = error.found if is_about_rule else f"the rule raises {type(error).__name__}: {error}"  # type: ignore[attr-defined]
+            self._refuse(trial, None, what, error)
             return []
         self.left += listed.left
         for name in listed.rows:

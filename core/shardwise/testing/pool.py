@@ -9,8 +9,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -54,6 +54,18 @@ class Worker:
     process: BaseProcess
     connection: Connection
     stack_path: Path
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Start a process that no Ctrl-C reaches until it says so: it would end in the middle of an import, with a
+    traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WorkerPool:
@@ -146,7 +158,8 @@ class WorkerPool:
                 port, parent = self._store.port, os.getpid()
                 seat = Seat(rank, self.world_size, self.backend, port, parent, str(stack_path), patience)
                 process = context.Process(target=serve, args=(seat, theirs), daemon=True, name=f"rank {rank}")
-                process.start()
+                with _without_interrupts():
+                    process.start()
                 theirs.close()
                 self._workers.append(Worker(rank, process, ours, stack_path))
             self._results(f"start {self.world_size} workers", self._collect(START_TIMEOUT))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RuleError
+from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.signature import Op, as_op
 
 __all__ = ["DTYPES", "SHAPES", "Sample", "made", "one_op"]
@@ -34,6 +35,8 @@ def one_op(op: Any, asked: str) -> Op:
 
 def made(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """A random tensor with values of both signs; the same for the same arguments."""
+    if not isinstance(shape, Sequence):
+        refuse_argument("make a sample", "shape", shape, "Give the sizes of its dims, as in made((8, 6)).")
     generator = torch.Generator().manual_seed(seed * 7919 + len(shape))
     if dtype == torch.bool:
         return torch.rand(tuple(shape), generator=generator) < 0.5  # noqa: PLR2004

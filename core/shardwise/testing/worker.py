@@ -77,6 +77,7 @@ def serve(seat: Seat, connection: Connection) -> None:
     _die_with_parent(seat.parent)
     # Ctrl-C reaches the whole foreground group; the parent decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the pool blocks it until here
     with open(seat.stack_path, "w") as stacks:  # noqa: PTH123 - faulthandler wants the plain file object
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         faulthandler.enable(file=stacks, all_threads=True)  # for a crash of native code

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from attrs import field, frozen
 
+from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.rule import Row, Rule
-from shardwise.kernel.signature import Op, op_name
+from shardwise.kernel.signature import Op, as_op, op_name
 from shardwise.private_torch.ops import is_composite
 from shardwise.testing.inference.draws import (
     Draws,
@@ -72,6 +73,8 @@ def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tel
     Raises :class:`InferenceError` if the op refuses every sample, gives different answers to equal calls, or gives
     results whose shapes depend on data.
     """
+    if as_op(op) is None:
+        refuse_argument("infer a rule", "op", op, "Name one overload, as in torch.ops.aten.mm.default.")
     check_can_be_probed(op)
     calls = list(samples_of(op, {}) if samples is None else samples)
     with torch.random.fork_rng(devices=[]), quietly():
