@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, reduce, wraps
+from functools import cache, partial, reduce, wraps
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ __all__ = [
     "graph_calls",
     "hint_of",
     "is_compiled_now",
+    "is_describing",
     "is_known",
     "is_layout_only",
     "is_open",
@@ -155,6 +158,21 @@ def is_layout_only(tensor: torch.Tensor) -> bool:
 def is_compiled_now() -> bool:
     """Whether this thread is compiling a graph, at any stage. The public function is true only inside the graph."""
     return TracingContext.try_get() is not None
+
+
+def is_describing(call: FrameType | None) -> bool:
+    """Whether a call is that of torch which describes a tensor, to make one like it without data.
+
+    It asks for the identity of the tensor's memory. ``torch.export`` makes its inputs before any public function says
+    that it exports.
+    """
+    return call is not None and call.f_code is _describes()
+
+
+@cache
+def _describes() -> CodeType | None:
+    function = find_part("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor")
+    return None if function is None else getattr(inspect.unwrap(function), "__code__", None)
 
 
 def hint_of(size: torch.SymInt) -> int:
