@@ -51,7 +51,7 @@ class _StandIns(TorchFunctionMode):
     """Has each function run on tensors without data, in place of those that it is given."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.by_tensor: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.by_stand_in: dict[int, torch.Tensor] = {}
 
@@ -70,7 +70,7 @@ class _StandIns(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Ops(OpMode):
+class _Ops(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
     """Notes the tensors whose stand-ins an op reads."""
 
     def __init__(self, stand_ins: _StandIns) -> None:
