@@ -28,6 +28,7 @@ __all__ = [
     "NoNumberError",
     "assert_when_run",
     "graph_calls",
+    "guess_of",
     "hint_of",
     "is_compiled_now",
     "is_describing",
@@ -180,6 +181,18 @@ def hint_of(size: torch.SymInt) -> int:
     # torch 2.13 has the function, earlier releases the method.
     ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
     return int(ask(size) if ask else size.node.require_hint())
+
+
+def guess_of(size: torch.SymInt) -> int:
+    """:func:`hint_of`; for a size that data decides a guess, the same wherever its symbol is. No guard rests on it."""
+    try:
+        return hint_of(size)
+    except NoNumberError:
+        # torch 2.13 has the function.
+        guess = getattr(symbolic_shapes, "optimization_hint", None)
+        if guess is None:
+            raise
+        return int(guess(size))
 
 
 NoNumberError = symbolic_shapes.GuardOnDataDependentSymNode
