@@ -744,3 +744,23 @@ def of_selected(program, layouts):
 @pytest.mark.parametrize("program", [scored, clipped, written, routed, gathered])
 def test_a_graph_goes_on_with_what_data_selects(ranks, program, layouts):
     ranks.run(of_selected, program, layouts, timeout=180)
+
+
+def scaled_by_an_item(values):
+    place = values.argmax().item()
+    torch._check(place >= 0)
+    return values * place
+
+
+def by_a_number_of_data():
+    x = torch.linspace(0, 1, 24, dtype=torch.float64).view(6, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.config.capture_scalar_outputs", True)
+        compiled = torch.compile(scaled_by_an_item, backend="aot_eager", fullgraph=True)
+        for values in (x, x.flip(0)):
+            on_mesh = sw.distribute_tensor(values, mesh((dist.get_world_size(),)), [Shard(0)])
+            assert torch.equal(compiled(on_mesh).full_tensor(), scaled_by_an_item(values))
+
+
+def test_a_graph_goes_on_with_a_number_of_a_tensor(ranks):
+    ranks.run(by_a_number_of_data)
