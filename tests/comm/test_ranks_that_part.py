@@ -192,6 +192,14 @@ def test_a_right_program_passes_with_every_collective_compared(pool: WorkerPool)
 # -- what is recorded always -------------------------------------------------------------------------------------------
 
 
+def test_the_error_names_the_order_of_sets_where_it_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Note(0, "run", "RankDisagreementError", "apart", "key", 1, is_final=True, ranks_say=("rank 0: a",))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert "unless all start with the same PYTHONHASHSEED. " in str(note.error(""))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert "PYTHONHASHSEED" not in str(note.error(""))
+
+
 def test_ranks_that_part_end_without_being_asked(four: WorkerPool) -> None:
     errors, seconds = failures(four, item_on_one_rank)
     assert seconds < 20

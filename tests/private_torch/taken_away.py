@@ -169,6 +169,20 @@ def told() -> int:
     return default_store().add("taken_away", 0)
 
 
+def stored() -> str:
+    """The storage of a tensor, which is refused, whoever asks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+    from shardwise.errors import LayoutError
+
+    try:
+        sw.zeros(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).untyped_storage()
+    except LayoutError:
+        return "refused"
+    return "lent"
+
+
 def with_gloo() -> float:
     """A sum over two ranks, whose groups may share a device."""
     from shardwise.private_torch.distributed import share_gloo_device
@@ -368,6 +382,9 @@ FALLBACKS = [
     Case(("._op",), TRAINED, take=lambda _: forget("ops", "direct_call", lambda op: op)),
     Case((f"{C}.TensorBase", f"{C}._VariableFunctions", f"{C}._nn"), TRAINED, take=hide),
     Case((f"{C10D}._get_default_store",), partial(on_two_ranks, told), take=hide),
+    Case(
+        ("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor",), partial(on_two_ranks, stored), take=hide
+    ),
     Case(
         ("._Options", "._devices", "._threads", "._timeout"),
         with_gloo,

@@ -85,6 +85,32 @@ def test_what_a_symbol_stands_for():
     assert type(tracing.settled(n)) is int
 
 
+def test_a_size_that_data_decides_has_a_guess_and_no_number():
+    _, (n, _) = symbols(8, 6)
+    selected = n.node.shape_env.create_unbacked_symint()
+    assert tracing.guess_of(n) == 8
+    assert tracing.guess_of(selected) == tracing.guess_of(selected) > 1
+    assert tracing.guess_of(3 * selected) == 3 * tracing.guess_of(selected)
+    assert tracing.is_open(selected)
+    with pytest.raises(tracing.NoNumberError):
+        tracing.hint_of(selected)
+
+
+def test_the_call_that_describes_a_tensor_is_told_from_others():
+    class Asked(torch.Tensor):
+        def untyped_storage(self):
+            seen.append(tracing.is_describing(inspect.currentframe().f_back))
+            return super().untyped_storage()
+
+    seen = []
+    tensor = torch.ones(2).as_subclass(Asked)
+    tensor.untyped_storage()
+    FakeTensorMode().from_tensor(tensor)
+    assert seen[0] is False
+    assert any(seen)
+    assert not tracing.is_describing(None)
+
+
 def test_tensors_of_other_sizes_in_one_trace():
     whole, (n, m) = symbols(8, 6)
     assert not any(map(tracing.is_open, (n, 8)))

@@ -480,20 +480,17 @@ def test_a_plain_tensor_is_refused_in_compiled_code_too(ranks):
     assert all("distribute_tensor" in text for text in ranks.run(refuse_plain))
 
 
-def write_by_mask(x, w):
+def draw_by_mask(x, w):
     y = x @ w
-    new = y.mean()
-    y = y.clone()
-    y[y > 0] = new  # whose gradient is as long as the mask has true elements
-    return y.sum()
+    return torch.nn.functional.dropout(y[y > 0]).sum()  # as many numbers as the mask has true elements
 
 
-def refuse_the_gradient_of_a_mask():
-    return refused(write_by_mask, TracingError)
+def refuse_to_draw():
+    return refused(draw_by_mask, TracingError)
 
 
-def test_the_gradient_of_what_a_mask_writes_is_refused_in_compiled_code(ranks):
-    assert all("torch.where(mask, new, old)" in text for text in ranks.run(refuse_the_gradient_of_a_mask))
+def test_what_a_mask_selects_does_not_decide_how_much_is_drawn(ranks):
+    assert all("torch.where(mask, new, old)" in text for text in ranks.run(refuse_to_draw))
 
 
 def plain_compiled(backend, dynamic):
@@ -692,3 +689,78 @@ def test_a_compiled_program_returns_what_a_mask_selects(ranks, layout):
         for x, result in zip(ROWS, results, strict=True):
             assert torch.equal(result, x[x[:, 0] > 1])
         assert graphs == 1
+
+
+def scored(x, w, y):
+    logits, known = x @ w, y != -100
+    return nn.functional.cross_entropy(logits[known], y[known]) + logits[known].square().mean()
+
+
+def clipped(x, w, _y):
+    z = x @ w
+    return (torch.relu(z[z > 0]) * 2 + 1).sum()
+
+
+def written(x, w, _y):
+    z = (x @ w).clone()
+    z[z > 0] = z.mean()  # whose gradient is as long as the mask has true elements
+    return z.sum()
+
+
+def routed(x, w, y):
+    out = torch.zeros_like(x)
+    for expert in range(2):
+        (rows,) = torch.where(y.clamp(min=0) % 2 == expert)
+        out = out.index_add(0, rows, torch.tanh(x[rows] @ w) * (expert + 1))
+    return out.square().sum()
+
+
+def gathered(x, w, y):
+    scores, known = (x @ w).log_softmax(-1), y >= 0
+    return -scores[known].gather(1, y[known][:, None]).squeeze(1).mean()
+
+
+def of_selected(program, layouts):
+    """Loss and gradients of a program in one graph, for targets of which the data selects more and fewer."""
+    m = mesh((dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((6, 3), (3, 3)))
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    for known in (4, 6, 1):
+        y = torch.where(torch.arange(6) < known, torch.tensor([0, 1, 2, 0, 1, 1]), -100)
+        x_alone, w_alone = (t.clone().requires_grad_() for t in (x, w))
+        expected = program(x_alone, w_alone, y)
+        expected.backward()
+        x_here, w_here = (
+            sw.distribute_tensor(t, m, [p]).requires_grad_() for t, p in zip((x, w), layouts, strict=True)
+        )
+        actual = compiled(x_here, w_here, sw.distribute_tensor(y, m, [layouts[0]]))
+        actual.backward()
+        for one, other in ((actual, expected), (x_here.grad, x_alone.grad), (w_here.grad, w_alone.grad)):
+            torch.testing.assert_close(one.full_tensor(), other.detach())
+
+
+@pytest.mark.parametrize("layouts", [(Shard(0), Shard(1)), (Replicate(), Shard(0))], ids=str)
+@pytest.mark.parametrize("program", [scored, clipped, written, routed, gathered])
+def test_a_graph_goes_on_with_what_data_selects(ranks, program, layouts):
+    ranks.run(of_selected, program, layouts, timeout=180)
+
+
+def scaled_by_an_item(values):
+    place = values.argmax().item()
+    torch._check(place >= 0)
+    return values * place
+
+
+def by_a_number_of_data():
+    x = torch.linspace(0, 1, 24, dtype=torch.float64).view(6, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.config.capture_scalar_outputs", True)
+        compiled = torch.compile(scaled_by_an_item, backend="aot_eager", fullgraph=True)
+        for values in (x, x.flip(0)):
+            on_mesh = sw.distribute_tensor(values, mesh((dist.get_world_size(),)), [Shard(0)])
+            assert torch.equal(compiled(on_mesh).full_tensor(), scaled_by_an_item(values))
+
+
+def test_a_graph_goes_on_with_a_number_of_a_tensor(ranks):
+    ranks.run(by_a_number_of_data)

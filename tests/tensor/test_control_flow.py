@@ -85,6 +85,37 @@ def skipped(x, w):
     return model.inner.weight.detach()
 
 
+class Choosing(torch.nn.Module):
+    """A branch has hold of the whole module, and reads a part of it: the rest has no gradient, and AdamW skips it."""
+
+    def __init__(self, w, **also):
+        super().__init__()
+        for name in ("first", "second", "neither", "shape", "detached"):
+            self.register_parameter(name, torch.nn.Parameter(w.detach().clone()))
+        self.by_a_number = also.get("by_a_number", False)
+
+    def one(self, a, b):
+        return a @ self.first + self.detached.detach().sum(0) + b.sum() * 0 + a.new_zeros(self.shape.shape[0])
+
+    def other(self, a, b):
+        scale = b.sum().item() if self.by_a_number else 2
+        return torch.where(a > torch.arange(2), a, 0) @ self.second * scale
+
+    def forward(self, x, w):
+        return torch.cond(x.sum() > 3, self.one, self.other, (x, w))
+
+
+def read_in_part(x, w, **also):
+    model = Choosing(w, **also)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for shift in (0, 20, 0):
+        optimizer.zero_grad()
+        model(x - shift, w).square().sum().backward()
+        optimizer.step()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == ["neither", "shape"]
+    return torch.stack([p.detach() for p in model.parameters()]).requires_grad_(w.requires_grad)
+
+
 PROGRAMS = [
     chosen,
     of_nothing,
@@ -97,6 +128,7 @@ PROGRAMS = [
     until_large,
     without_a_turn,
     skipped,
+    read_in_part,
 ]
 LOOPS = {counted, by_an_integer, until_large, without_a_turn}
 LAYOUTS = {"batch": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)), "rows": (Shard(1), Shard(0))}
@@ -129,6 +161,20 @@ def test_control_flow_is_as_on_one_device(ranks, layout):
     for actual in ranks.run(results, layout):
         for one, other in zip(expected, actual, strict=True):
             torch.testing.assert_close(other, one)
+
+
+def by_a_number_of_a_tensor():
+    m = mesh_of((dist.get_world_size(),))
+    x, w = sw.distribute_tensor(X, m, [Shard(0)]), sw.distribute_tensor(W, m, [Replicate()])
+    model = Choosing(w, by_a_number=True)
+    model(x, w).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    torch.testing.assert_close(whole(model.first.grad), X.sum(0)[:, None].expand(2, 2))
+    assert not model.second.grad.count_nonzero()
+
+
+def test_a_branch_that_asks_for_a_number_counts_as_reading_all_it_can_reach(ranks):
+    ranks.run(by_a_number_of_a_tensor)
 
 
 def refusals():

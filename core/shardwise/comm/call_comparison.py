@@ -16,7 +16,7 @@ from types import FrameType
 from shardwise.comm.call_posts import lines_by_rank
 from shardwise.comm.call_sites import operation, short_line, users_frames
 from shardwise.comm.collective_log import CollectiveLog, compare_with, comparing, in_words
-from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world
+from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world, same_calls
 from shardwise.comm.rank_failures import go_on
 from shardwise.comm.waiting_ranks import explained_among
 from shardwise.errors import RankDisagreementError
@@ -81,15 +81,9 @@ def _ended(failure: Note, log: CollectiveLog, text: str) -> RankDisagreementErro
     return RankDisagreementError(
         asked=f"issue collective {log.count + 1} of ranks {', '.join(map(str, log.ranks))}",
         found=f"rank {failure.rank} has ended its program, and this rank is at {text}",
-        do=_DO,
+        do=same_calls(),
         differences=(),
     )
-
-
-_DO = (
-    "Make each call that communicates on every rank of its mesh, in the same order: item(), full_tensor() and tolist() "
-    "are such calls too."
-)
 
 
 def _asked(frame: FrameType | None) -> str:
@@ -124,7 +118,7 @@ def _disagreement(world: World, log: CollectiveLog, key: str, text: str) -> Rank
     return RankDisagreementError(
         asked=f"issue collective {log.count + 1} of ranks {', '.join(map(str, log.ranks))}",
         found=f"the ranks are not at the same one: {'; '.join(lines)}",
-        do=_DO,
+        do=same_calls(),
         differences=tuple(lines),
         ranks_say=tuple(lines),
     )

@@ -23,7 +23,7 @@ from attrs import asdict, define, evolve, field, frozen
 from shardwise.comm.collective_log import CollectiveLog
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 
-__all__ = ["ENDED", "GONE", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of"]
+__all__ = ["ENDED", "GONE", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of", "same_calls"]
 
 ENDED = "its program has ended"
 """The kind of the note of a rank that has come to the end of its program."""
@@ -64,7 +64,7 @@ class Note:
             return (RankWaitError if self.kind == RankWaitError.__name__ else RankDisagreementError)(
                 asked=self.op,
                 found=f"{self.message}: {'; '.join(self.ranks_say)}",
-                do=_PARTED,
+                do=f"{same_calls()} This run's process groups are closed: correct the program and start it again.",
                 differences=self.ranks_say,
                 cause=cause,
             )
@@ -89,10 +89,18 @@ class Note:
         )
 
 
-_PARTED = (
-    "Make each call that communicates on every rank of its mesh, in the same order: item(), full_tensor() and "
-    "tolist() are such calls too. This run's process groups are closed: correct the program and start it again."
-)
+def same_calls() -> str:
+    """What to do where ranks have parted."""
+    text = (
+        "Make each call that communicates on every rank of its mesh, in the same order: item(), full_tensor() and "
+        "tolist() are such calls too."
+    )
+    if os.environ.get("PYTHONHASHSEED", "random") != "random":
+        return text
+    return (
+        f"{text} A loop over a set of texts has an order of its own on each rank, unless all start with the same "
+        "PYTHONHASHSEED."
+    )
 
 
 def _ranks(value: Sequence[int]) -> tuple[int, ...]:

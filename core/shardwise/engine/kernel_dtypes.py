@@ -25,7 +25,7 @@ from shardwise.kernel.nested import freeze
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.symbols import hint
+from shardwise.kernel.symbols import guess
 from shardwise.private_torch.fake import has_cuda
 from shardwise.private_torch.ops import direct_call, draws
 
@@ -158,7 +158,7 @@ def _has_window(op: Op, values: Sequence[Any]) -> bool:
 def _metas(values: Any) -> Any:
     """The values with shapes in place of specs."""
     if isinstance(values, TensorSpec):
-        return tuple(int(hint(n)) for n in values.shape)
+        return tuple(int(guess(n)) for n in values.shape)
     return tuple(map(_metas, values)) if isinstance(values, (tuple, list)) else values
 
 
@@ -179,7 +179,7 @@ def _dtypes(values: Sequence[Any]) -> Iterator[torch.dtype]:
 
 def _elements(values: Sequence[Any]) -> Iterator[int]:
     """The numbers of elements of all tensor operands."""
-    return (math.prod(int(hint(n)) for n in spec.shape) for spec in _specs(values))
+    return (math.prod(int(guess(n)) for n in spec.shape) for spec in _specs(values))
 
 
 def _specs(values: Sequence[Any]) -> Iterator[TensorSpec]:
@@ -198,7 +198,7 @@ def _raised(op: Op, device_type: str, values: Sequence[Any], instead: Mapping[in
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            shape = [int(min(int(hint(n)), most)) for n in value.shape]
+            shape = [int(min(int(guess(n)), most)) for n in value.shape]
             return torch.ones(shape, dtype=instead.get(next(numbers), value.dtype), device=device_type)
         if isinstance(value, (tuple, list)):
             return [stand_in(part) for part in value]

@@ -27,7 +27,7 @@ from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, op_name, signature
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.symbols import hint
+from shardwise.kernel.symbols import guess
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import check_lengths
@@ -104,7 +104,7 @@ def _plan(cls: type, described: DescribedCall, moved: Sequence[Any], values: Seq
 def _without_symbol(value: Any) -> Any:
     """A number in place of a symbol that is keyed by its type: a plan outlives the graph and must not refer to it."""
     if isinstance(value, torch.SymInt):
-        return hint(value)
+        return guess(value)
     return 1.0 if isinstance(value, torch.SymFloat) else True if isinstance(value, torch.SymBool) else value
 
 

@@ -24,6 +24,7 @@ from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.errors import TracingError
+from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Row
@@ -36,7 +37,14 @@ from shardwise.planning.chooser import best
 from shardwise.planning.problem import Choice, Problem
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import problems
-from shardwise.private_torch.tracing import NoNumberError, is_layout_only, make_known, outside_modes, without_data
+from shardwise.private_torch.tracing import (
+    NoNumberError,
+    is_layout_only,
+    is_open,
+    make_known,
+    outside_modes,
+    without_data,
+)
 from shardwise.rule.lowering import LocalCall
 
 __all__ = ["forget_choices", "plan_symbolic_call"]
@@ -65,7 +73,7 @@ def plan_symbolic_call(
             hash(schema.key)  # raises, and names the value without a hash
         local = next(_local_tensors(cls, values))
         try:
-            metas = _result_metas(entry, arguments, local)
+            metas = _result_metas(entry, schema, arguments, local)
             plan = make_plan(DescribedCall.of(entry, schema, metas), _cheapest)
         except Exception as error:  # noqa: BLE001  # a rule or a kernel may do anything with a symbol
             _log.info("%s is compiled for its sizes alone: %s: %s", op_name(op), type(error).__name__, error)
@@ -73,15 +81,16 @@ def plan_symbolic_call(
                 schema = OpSchema(op, in_numbers(schema.values), schema.info, schema.fixed)
                 numbers = in_numbers(tuple(arguments))
             except NoNumberError as unknown:
-                if is_layout_only(local):  # dynamo ends its graph before the call
-                    raise
-                raise TracingError(
+                refusal = TracingError(
                     asked=f"compile {op_name(op)}",
                     found="data decides a size of an operand, such as how many elements a mask selects, and the rule "
                     "or the kernel needs a number",
                     do="Leave the call out of compiled code, or select nothing: torch.where(mask, new, old) writes as "
                     "old[mask] = new does.",
-                ) from unknown
+                )
+                if is_layout_only(local):  # dynamo ends its graph before the call, or has no other graph and says this
+                    raise NoNumberError(unknown.cond, f"{type(refusal).__name__}: {refusal}") from unknown
+                raise refusal from unknown
             return put_in_order(make_plan(DescribedCall.of(entry, schema, output_metas(op, numbers, entry.rule.meta))))
         for value in plan.static or ():
             make_known(value if isinstance(value, (tuple, list)) else (value,))
@@ -100,9 +109,11 @@ def _local_tensors(cls: type, values: Sequence[Any]) -> Iterator[torch.Tensor]:
     return (operand._local_tensor for operand in flat if isinstance(operand, cls))  # type: ignore[attr-defined]
 
 
-def _result_metas(entry: Entry, arguments: Sequence[Any], local: torch.Tensor) -> tuple[TensorMeta | None, ...]:
+def _result_metas(
+    entry: Entry, schema: OpSchema, arguments: Sequence[Any], local: torch.Tensor
+) -> tuple[TensorMeta | None, ...]:
     """The metas of the results, in symbols; ``local`` is any traced tensor of the call."""
-    if torch.Tag.dynamic_output_shape in entry.op.tags:
+    if torch.Tag.dynamic_output_shape in entry.op.tags and not _has_integers(schema):
         raise NotImplementedError("data decides the shape of its result")
     with without_data(local):
         metas = output_metas(entry.op, arguments, entry.rule.meta)
@@ -113,11 +124,20 @@ def _result_metas(entry: Entry, arguments: Sequence[Any], local: torch.Tensor) -
     return metas
 
 
+def _has_integers(schema: OpSchema) -> bool:
+    """Whether a call has a list of indices and no mask among them, so that their shapes decide that of the result."""
+    lists = [value for value in schema.values if isinstance(value, tuple)]
+    dtypes = {spec.dtype for value in lists for spec in value if isinstance(spec, TensorSpec)}
+    return bool(dtypes) and not dtypes & {torch.bool, torch.uint8}
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
 def _cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
     """:func:`shardwise.planning.strategies.cheapest` of symbols."""
+    if any(map(_is_decided_by_data, (*schema.specs, *call.outputs))):
+        return [_on_whole_tensors(schema, call)]
     if isinstance(rule, FullMeshRule) or rule.zip_lists:
         raise NotImplementedError("its rule needs numbers")
     chosen = []
@@ -132,6 +152,25 @@ def _cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStra
         _guard(problem, hinted_problem, choice)
         chosen.append(problem.strategy(choice, hinted_problem.strategy(choice).redistribute_cost))
     return chosen
+
+
+def _is_decided_by_data(tensor: TensorSpec | TensorMeta | None) -> bool:
+    """Whether a size has no number before the graph runs, so that no strategy is known to be cheaper than another."""
+    return tensor is not None and any(map(is_open, tensor.shape))
+
+
+def _on_whole_tensors(schema: OpSchema, call: Call) -> PlacementStrategy:
+    """Every operand and every result replicated. That is right for each op that gives the same for the same operands,
+    and asks nothing of a size.
+    """
+    stay = [schema.specs[i] for i in (*schema.written, *schema.fixed)]
+    if schema.signature.draws or any(spec is not None and not spec.is_replicated for spec in stay):
+        raise NotImplementedError("data decides a size of an operand, and the op cannot run on whole tensors")
+    mesh = schema.mesh
+    whole = (REPLICATE,) * mesh.ndim
+    inputs = tuple(None if s is None else s if s.is_replicated else s.with_placements(whole) for s in schema.specs)
+    outputs = tuple(None if meta is None else TensorSpec(mesh, whole, meta) for meta in call.outputs)
+    return PlacementStrategy(inputs, outputs, (0.0,) * len(inputs), ("on whole tensors",) * mesh.ndim)
 
 
 def _without_symbols(schema: OpSchema) -> Any:

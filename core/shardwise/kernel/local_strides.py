@@ -22,8 +22,7 @@ from itertools import pairwise
 
 import torch
 
-from shardwise.kernel.spec import hinted_meta
-from shardwise.kernel.symbols import hint
+from shardwise.kernel.symbols import guess
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 
 __all__ = ["alias", "dense_in_order", "in_order", "is_dense", "lies_as", "other_layout", "restrided"]
@@ -44,11 +43,11 @@ def other_layout(tensor: torch.Tensor) -> str:
 
 def lies_as(meta: TensorMeta, shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a local tensor of this shape and stride (in elements) lies in memory as a global tensor's meta says."""
-    sizes, steps = [hint(n) for n in shape], [hint(n) for n in stride]
+    sizes, steps = [guess(n) for n in shape], [guess(n) for n in stride]
     if 0 in sizes:
         return True
     if meta.is_symbolic:
-        meta = hinted_meta(meta)
+        meta = TensorMeta([guess(n) for n in meta.shape], [guess(n) for n in meta.stride], meta.dtype)
     if tuple(sizes) == tuple(meta.shape) and tuple(steps) == tuple(meta.stride):
         return True  # torch has them so on one device
     order = [d for d in memory_order(meta) if sizes[d] > 1]

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.private_torch.tracing import hint_of, is_known, settled
+from shardwise.private_torch.tracing import guess_of, hint_of, is_known, settled
 
 __all__ = [
     "chunk",
     "common_factor",
+    "guess",
     "hint",
     "is_same",
     "is_symbolic",
@@ -54,6 +55,11 @@ def unique(values: Sequence[T]) -> list[T]:
 def hint(value: Any) -> Any:
     """The number that a symbol stood for when the graph was made; anything else as it is."""
     return hint_of(value) if isinstance(value, torch.SymInt) else value
+
+
+def guess(value: Any) -> Any:
+    """:func:`hint`, and of a size that data decides a guess: for questions about the order of dims in memory."""
+    return guess_of(value) if isinstance(value, torch.SymInt) else value
 
 
 def settled_sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:

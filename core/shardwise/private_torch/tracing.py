@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, reduce, wraps
+from functools import cache, partial, reduce, wraps
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -26,8 +28,10 @@ __all__ = [
     "NoNumberError",
     "assert_when_run",
     "graph_calls",
+    "guess_of",
     "hint_of",
     "is_compiled_now",
+    "is_describing",
     "is_known",
     "is_layout_only",
     "is_open",
@@ -157,11 +161,38 @@ def is_compiled_now() -> bool:
     return TracingContext.try_get() is not None
 
 
+def is_describing(call: FrameType | None) -> bool:
+    """Whether a call is that of torch which describes a tensor, to make one like it without data.
+
+    It asks for the identity of the tensor's memory. ``torch.export`` makes its inputs before any public function says
+    that it exports.
+    """
+    return call is not None and call.f_code is _describes()
+
+
+@cache
+def _describes() -> CodeType | None:
+    function = find_part("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor")
+    return None if function is None else getattr(inspect.unwrap(function), "__code__", None)
+
+
 def hint_of(size: torch.SymInt) -> int:
     """The number that a symbolic size had when tracing began. Reading it adds no guard to the graph."""
     # torch 2.13 has the function, earlier releases the method.
     ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
     return int(ask(size) if ask else size.node.require_hint())
+
+
+def guess_of(size: torch.SymInt) -> int:
+    """:func:`hint_of`; for a size that data decides a guess, the same wherever its symbol is. No guard rests on it."""
+    try:
+        return hint_of(size)
+    except NoNumberError:
+        # torch 2.13 has the function.
+        guess = getattr(symbolic_shapes, "optimization_hint", None)
+        if guess is None:
+            raise
+        return int(guess(size))
 
 
 NoNumberError = symbolic_shapes.GuardOnDataDependentSymNode

@@ -7,10 +7,8 @@ compiled program the graph is broken there; with ``fullgraph=True`` torch says s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial, wraps
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.nested import tensors_in
 from shardwise.private_torch.dispatch import leave_out_of_graphs
 from shardwise.private_torch.trees import tree_flatten, tree_map_only, tree_unflatten
+from shardwise.tensor.branch_reads import reachable, read_by
 
 __all__ = ["take_control_flow"]
 
@@ -42,7 +41,7 @@ def _taken(cls: type, of_torch: Callable[..., Any], run: Callable[..., Any]) -> 
             from shardwise.tensor.allow_in_graph import in_python
 
             return in_python(run, *args, **kwargs)
-        if takes_part or any(isinstance(tensor, cls) for tensor in _read([*args, *kwargs.values()], set())):
+        if takes_part or any(isinstance(tensor, cls) for tensor in reachable([*args, *kwargs.values()])):
             return run(*args, **kwargs)
         return of_torch(*args, **kwargs)
 
@@ -54,7 +53,7 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     result = (true_fn if _decided(pred, [*operands, true_fn, false_fn]) else false_fn)(*operands)
     if not isinstance(pred, torch.Tensor) or not torch.is_grad_enabled():
         return result  # for a number torch, too, runs one branch and no more
-    read = [tensor for tensor in _read([*operands, true_fn, false_fn], set()) if tensor.requires_grad]
+    read = [tensor for tensor in read_by([true_fn, false_fn], operands) if tensor.requires_grad]
     leaves, structure = tree_flatten(result)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not read or not at:
@@ -82,37 +81,6 @@ class _ReadByEither(torch.autograd.Function):
         return (None, *grads, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
 
 
-def _read(values: Iterable[Any], seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors among operands, and those that functions can read: of their closures and the modules there. Which of
-    them a function does read is not known without running it.
-    """
-    for value in values:
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, torch.nn.Module):
-            yield from _read([*value.parameters(), *value.buffers()], seen)
-        elif isinstance(value, partial):
-            yield from _read([value.func, *value.args, *value.keywords.values()], seen)
-        elif isinstance(value, (list, tuple, dict)):
-            yield from _read(tensors_in(value), seen)
-        elif isinstance(value, MethodType):
-            yield from _read([value.__self__, value.__func__], seen)
-        elif isinstance(value, FunctionType):
-            yield from _read(_names_of(value), seen)
-
-
-def _names_of(function: FunctionType) -> Iterator[Any]:
-    """What a function's code names outside of itself."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a cell without a value yet
-            yield cell.cell_contents
-    for name in function.__code__.co_names:
-        yield function.__globals__.get(name)
-
-
 def _while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Sequence[Any]) -> Any:
     if not _decided(cond_fn(*carried_inputs), [*carried_inputs, cond_fn, body_fn]):
         return tree_map_only(torch.Tensor, torch.clone, tuple(carried_inputs))
@@ -134,6 +102,6 @@ def _decided(pred: Any, values: Iterable[Any]) -> bool:
         )
     if isinstance(pred, tensor_class()):
         return bool(pred)
-    on_mesh = next((t for t in _read(values, set()) if isinstance(t, tensor_class())), None)
+    on_mesh = next((t for t in reachable(values) if isinstance(t, tensor_class())), None)
     # An op of both compares a plain tensor over the ranks, as the program's policy for plain tensors says.
     return bool(pred) if on_mesh is None else bool(on_mesh.new_zeros((), dtype=torch.bool) | pred.reshape(()))

@@ -11,7 +11,9 @@ checkpoints, recurrent layers). So :meth:`data_ptr` stays torch's, and gives 0.
 from __future__ import annotations
 
 import copy
-from typing import Any, NoReturn
+import inspect
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -22,7 +24,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
-from shardwise.private_torch.tracing import is_compiled_now, is_traced
+from shardwise.private_torch.tracing import is_compiled_now, is_describing, is_traced
 
 __all__ = [
     "copied",
@@ -154,8 +156,9 @@ def _refuse(tensor: Any, asked: str, do: str) -> NoReturn:
 
 
 def untyped_storage(tensor: Any) -> torch.UntypedStorage:
-    """Raises :class:`LayoutError`. While a graph is compiled: torch's storage, whose identity alone is asked for."""
-    if is_compiled_now() or is_traced(tensor._local_tensor):
+    """Raises :class:`LayoutError`. While a graph is made: torch's storage, whose identity alone is asked for."""
+    asking = cast("FrameType", inspect.currentframe()).f_back
+    if is_compiled_now() or is_traced(tensor._local_tensor) or is_describing(asking):
         return torch.Tensor.untyped_storage(tensor)
     _refuse(
         tensor,

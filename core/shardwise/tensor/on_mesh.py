@@ -227,7 +227,9 @@ class _Hooks:
         self.scope = scope
         self.number = None if scope is None else number_of_scope(scope)
 
+    # torch.jit.script quotes the first lines of a hook as the code that it cannot compile: that is its error.
     def before(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  # torch's signature
+        """Enter. torch.jit.script takes no module that lies on a mesh: use torch.compile, export or jit.trace."""
         if torch.compiler.is_compiling():
             if self.number is not None:
                 hold_for_graph(self.number)
@@ -244,6 +246,7 @@ class _Hooks:
             self.scope.__enter__()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        """Leave. torch.jit.script takes no module that lies on a mesh: use torch.compile, export or jit.trace."""
         # Another hook may have raised before this module's own hook ran.
         if torch.compiler.is_compiling() or not _entered.passes or _entered.passes[-1].hooks is not self:
             return

@@ -1,0 +1,74 @@
+"""Modules on a mesh and what torch makes graphs of: ``torch.export``, ``torch.jit.trace`` and ``torch.jit.script``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise import Shard
+from shardwise.testing import mesh
+
+
+class Scored(nn.Module):
+    """Has what graphs hold: parameters, a buffer, a plain tensor of its own, and one that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(6, 8)
+        self.register_buffer("table", torch.linspace(0, 1, 40).view(5, 8))
+        self.scale = torch.linspace(1, 2, 8)
+
+    def forward(self, x):
+        return (self.proj(x).relu() * self.scale + torch.arange(8.0) + self.table[1]).softmax(-1)
+
+
+def made():
+    torch.manual_seed(0)
+    model, x = Scored(), torch.randn(6, 6)
+    placed = sw.distribute_module(copy.deepcopy(model), mesh((dist.get_world_size(),)), {"proj.*": [Shard(0)]})
+    return model, x, placed, sw.distribute_tensor(x, mesh((dist.get_world_size(),)), [Shard(0)])
+
+
+def exported(strict):
+    warnings.simplefilter("ignore")
+    model, x, placed, on_mesh = made()
+    program = torch.export.export(placed, (on_mesh,), strict=strict)
+    out = program.module()(on_mesh)
+    torch.testing.assert_close(out.full_tensor(), model(x))
+    out.square().sum().backward()
+    model(x).square().sum().backward()
+    gradients = {name: p.grad.full_tensor() for name, p in program.module().named_parameters() if p.grad is not None}
+    gradients = gradients or {name: p.grad.full_tensor() for name, p in placed.named_parameters()}
+    torch.testing.assert_close(gradients, {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_module_gives_what_the_module_gives(ranks, strict):
+    ranks.run(exported, strict)
+
+
+def traced():
+    warnings.simplefilter("ignore")
+    model, x, placed, on_mesh = made()
+    torch.testing.assert_close(torch.jit.trace(placed, (on_mesh,))(on_mesh).full_tensor(), model(x))
+
+
+def test_a_traced_module_gives_what_the_module_gives(ranks):
+    ranks.run(traced)
+
+
+def scripted():
+    warnings.simplefilter("ignore")
+    _, _, placed, _ = made()
+    with pytest.raises(RuntimeError, match=r"torch.jit.script takes no module that lies on a mesh: use torch.compile"):
+        torch.jit.script(nn.Sequential(placed))
+
+
+def test_a_module_on_a_mesh_is_not_scripted_and_the_error_says_what_to_use(two_ranks):
+    two_ranks.run(scripted)
