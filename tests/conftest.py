@@ -13,11 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
-from shardwise.discovery import process
-from shardwise.testing import WorkerPool
 from shardwise.testing.report import Report
 
 # What somebody measured on this machine must not decide what tests see; worker processes inherit it.
@@ -35,13 +32,16 @@ pytest_plugins = ["shardwise.testing.pytest_plugin"]
 
 gc.disable()  # until all tests are collected: what is made until then stays
 
-# As on the ranks: the cores are busy with the other processes, and a second thread for a few elements waits for one.
-torch.set_num_threads(1)
-
 
 def pytest_configure(config):
-    """Register the fixtures of environments.py, which no search path leads to."""
+    """Import torch where tests run, and register the fixtures of environments.py, which no search path leads to."""
     config.stash[REPORTS] = {}
+    shares_out = getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
+    if not shares_out:  # the process that shares the tests out needs no torch
+        import torch
+
+        # As on the ranks: the cores are busy with the other processes, and a second thread for a few elements waits.
+        torch.set_num_threads(1)
     if not config.pluginmanager.has_plugin("environments"):
         spec = importlib.util.spec_from_file_location("environments", Path(__file__).with_name("environments.py"))
         module = sys.modules["environments"] = importlib.util.module_from_spec(spec)
@@ -67,7 +67,7 @@ def kept_from_the_collector():
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+    if item.get_closest_marker("cuda") and not sys.modules["torch"].cuda.is_available():
         pytest.skip("needs a CUDA device, and torch finds none here")
 
 
@@ -76,6 +76,8 @@ def pool(request):
     """The four ranks of most tests. Every day they are copies of one process that has torch and the plugins, so they
     start at once; in .ci/run's sample they have hash seeds of their own, as the ranks of a program do.
     """
+    from shardwise.testing import WorkerPool
+
     every_day = request.config.option.markexpr == "not slow"
     with WorkerPool(4, start_method="forkserver" if every_day else "spawn") as workers:
         yield workers
@@ -84,6 +86,8 @@ def pool(request):
 @pytest.fixture(scope="session")
 def two_ranks():
     """Two gloo workers, copies of one process that has torch and the plugins."""
+    from shardwise.testing import WorkerPool
+
     with WorkerPool(2, start_method="forkserver") as pool:
         yield pool
 
@@ -97,6 +101,7 @@ def ranks(request):
 @pytest.fixture
 def fresh(monkeypatch):
     """The next look-up finds and loads the plugins again; afterwards all is as before."""
+    from shardwise.discovery import process
 
     def forget():
         monkeypatch.setattr(process._process, "registry", None)

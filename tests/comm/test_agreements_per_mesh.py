@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from shardwise.comm import layout_agreement
 from shardwise.comm.agreement import agree_on_generator
-from shardwise.comm.groups import all_reduce
+from shardwise.comm.groups import all_reduce, group_of
 from shardwise.testing import WorkerPool, mesh
 
 
@@ -31,6 +31,39 @@ def agreements_on_equal_meshes():
 
 def test_ranks_that_delete_a_mesh_at_different_times_agree_on_a_generator_as_often(pool):
     assert pool.run(agreements_on_equal_meshes, timeout=30.0) == [4.0] * 4
+
+
+def collectives_of_a_tensor(ranks, source):
+    """Place a tensor of other values on each rank: the collectives of each group, and what is placed."""
+    of_ranks = DeviceMesh("cpu", torch.tensor(ranks))
+    values = torch.arange(12.0).view(3, 4) + 100 * dist.get_rank()
+    sw.distribute_tensor(
+        values, of_ranks, [sw.Replicate()] * of_ranks.ndim
+    )  # the first makes groups and compares rules
+    logs = [group_of(of_ranks, dims).log for dims in ((0,), (1,), (0, 1))]
+    before = [log.count for log in logs]
+    tensor = sw.distribute_tensor(values, of_ranks, [sw.Shard(0), sw.Shard(1)], src_data_rank=source)
+    counts = [log.count - count for log, count in zip(logs, before, strict=True)]
+    return counts, (tensor.full_tensor() - torch.arange(12.0).view(3, 4)).unique().tolist()
+
+
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[3, 1], [0, 2]]])
+def test_a_tensor_is_placed_with_a_comparison_and_a_broadcast_over_all_mesh_dims(pool, ranks, source):
+    answers = pool.run(collectives_of_a_tensor, ranks, source)
+    assert answers == [([0, 0, 2], [100.0 * ranks[source][source]])] * 4
+
+
+def tensors_that_differ(odd):
+    shape = (5, 7) if dist.get_rank() == odd else (5, 6)
+    with pytest.raises(sw.errors.RankDisagreementError, match="do not agree"):
+        sw.distribute_tensor(torch.ones(shape), mesh((2, 2)), [sw.Shard(0), sw.Replicate()])
+    return True
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_one_rank_with_another_tensor_shows_on_every_rank(pool, odd):
+    assert pool.run(tensors_that_differ, odd) == [True] * 4
 
 
 def tensors_on_equal_meshes():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,44 @@ def test_an_error_that_every_rank_raises_is_not_explained_by_that_of_another(mon
     for error in (same, other, told):
         rank_failures.explain(error)
     assert [len(getattr(error, "__notes__", ())) for error in (same, other, told)] == [0, 1, 0]
+
+
+# What an earlier import registers runs after what shardwise does at the end of a process.
+LEAVES = """
+import atexit, gc, sys
+import torch.distributed as dist
+atexit.register(lambda: print("frozen" if gc.get_freeze_count() else "unfrozen"))
+from shardwise.comm.rank_failures import watch
+
+class Noted:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        print("collected")
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+watch(dist.group.WORLD)
+dist.barrier()
+gc.disable()
+Noted()
+if rank == 0:
+    raise ValueError("no more batches")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_rank_that_has_failed_leaves_the_rest_of_its_objects_to_the_system(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert printed == [["collected", "frozen"], ["unfrozen", "collected"]]
+    assert [process.returncode for process in processes] == [1, 0]
 
 
 # -- programs that catch errors --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 import pickle
 import sys
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.library import custom_op
 
 from shardwise.errors import WorkerError
 from shardwise.rule.authoring import rule
-from shardwise.testing.pickling import dumps_by_value, importable
+from shardwise.testing.pickling import _used_submodules, dumps_by_value, importable
 
 aten = torch.ops.aten
 
@@ -88,6 +89,37 @@ def test_an_op_with_several_kernels_wants_a_module():
 
     with pytest.raises(WorkerError, match="Define the op in a module that can be imported"):
         dumps_by_value(kernels)
+
+
+def uses_a_submodule():
+    return torch.distributed.device_mesh.DeviceMesh, torch.nn.functional.relu, sys.modules
+
+
+def uses_none():
+    return torch.ones(2), "torch.distributed"
+
+
+@pytest.mark.parametrize(
+    "function", [uses_a_submodule, uses_none, test_an_op_that_no_worker_knows_is_named, dumps_by_value]
+)
+def test_the_submodules_that_a_function_uses_are_those_that_cloudpickle_finds(function):
+    values = [function.__globals__.get(name) for name in function.__code__.co_names]
+    expected = cloudpickle.cloudpickle._find_imported_submodules(function.__code__, values)
+    assert {module.__name__ for module in _used_submodules(function.__code__, values)} == {m.__name__ for m in expected}
+    assert bool(expected) == (function in (uses_a_submodule, test_an_op_that_no_worker_knows_is_named))
+
+
+def test_cloudpickle_has_its_own_search_afterwards():
+    search = cloudpickle.cloudpickle._find_imported_submodules
+    with pytest.raises(TypeError):
+        dumps_by_value([uses_none, sys._getframe()])
+    assert cloudpickle.cloudpickle._find_imported_submodules is search is not _used_submodules
+
+
+def test_a_cloudpickle_without_that_part_is_left_as_it_is(monkeypatch):
+    monkeypatch.delattr(cloudpickle.cloudpickle, "_find_imported_submodules")
+    with pytest.raises(NameError):  # the rest of this cloudpickle looks for it, and nothing was put there
+        dumps_by_value(uses_none)
 
 
 def test_what_a_fresh_process_can_import():

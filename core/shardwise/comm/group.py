@@ -80,6 +80,10 @@ class Group(Collectives):
     def __repr__(self) -> str:
         return f"Group(mesh_dims={self.mesh_dims}, size={self.size}, position={self.position})"
 
+    def rank_at(self, position: int) -> int:
+        """The process group's rank of a position here."""
+        return position if self._order is None else self._order.index(position)
+
     def hold(self, released: Callable[[], object]) -> None:
         """Call ``released()`` before the next collective of this group is issued.
 
@@ -305,7 +309,7 @@ class Group(Collectives):
             self.process_group.size()  # any use of what stands for the process group
         ops = []
         for call, tensor, position in ((dist.isend, sent, there), (dist.irecv, received, before)):
-            rank = self._order.index(position) if self._order else position
+            rank = self.rank_at(position)
             peer = dist.get_global_rank(self.process_group, rank)
             ops.append(dist.P2POp(call, tensor, peer=peer, group=self.process_group))
         return SendReceive(dist.batch_isend_irecv(ops))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,6 @@ __all__ = [
     "forget",
     "group_of",
     "process_group_of",
-    "rank_at",
 ]
 
 _groups: dict[tuple[DeviceMesh, tuple[int, ...]], Group] = {}
@@ -111,24 +111,17 @@ def _make_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     return group
 
 
-def rank_at(mesh: DeviceMesh, mesh_dim: int, index: int) -> int:
-    """The global rank at ``index`` along a mesh dim, at this rank's coordinate on all others.
-
-    A process group counts its ranks in ascending order, so an index on a mesh dim is not a rank of its group.
-    """
-    here = own_coordinate(mesh)
-    return int(mesh.mesh[(*here[:mesh_dim], index, *here[mesh_dim + 1 :])])
-
-
-def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) -> Tensor:
-    """Overwrite a contiguous tensor, on all ranks along a mesh dim, with that of the rank at ``index``."""
-    if mesh.size(mesh_dim) > 1 and not is_rehearsing():
+def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], index: int = 0) -> Tensor:
+    """Overwrite a contiguous tensor, on all ranks along some mesh dims, with that of the rank at ``index`` on each."""
+    dims = tuple(m for m in mesh_dims if mesh.size(m) > 1)
+    if dims and not is_rehearsing():
         sendable = as_sendable(tensor.view(-1))
-        process_group = process_group_of(mesh, mesh_dim)
+        group = group_of(mesh, dims)
         go_on()
-        group_of(mesh, (mesh_dim,)).log.record(call_code("broadcast", (mesh_dim,)), sendable.nbytes)
-        with explained(process_group):
-            dist.broadcast(sendable, src=rank_at(mesh, mesh_dim, index), group=process_group)
+        group.log.record(call_code("broadcast", dims), sendable.nbytes)
+        with explained(group.process_group):
+            position = index * sum(math.prod(mesh.size(m) for m in dims[i + 1 :]) for i in range(len(dims)))
+            dist.broadcast(sendable, group=group.process_group, group_src=group.rank_at(position))
     return tensor
 
 

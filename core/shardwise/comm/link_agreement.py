@@ -160,15 +160,10 @@ def from_first(mesh: DeviceMesh, facts: dict[str, Any]) -> dict[str, Any]:
     """The facts, a JSON object, of the rank at coordinate 0 of every mesh dim. Every rank must call this."""
     data = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device=carrying_device(mesh))
     length = torch.tensor([len(data)], device=data.device)
-    _broadcast(mesh, length)
+    broadcast_(length, mesh, range(mesh.ndim))
     sent = data.new_zeros(int(length))
     if not any(own_coordinate(mesh)):
         sent.copy_(data)
-    _broadcast(mesh, sent)
+    broadcast_(sent, mesh, range(mesh.ndim))
     first: dict[str, Any] = json.loads(bytes(sent.tolist()).decode())
     return first
-
-
-def _broadcast(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
-    for m in range(mesh.ndim):
-        broadcast_(tensor, mesh, m)

@@ -96,13 +96,14 @@ class MeshComm:
         turn = _turn(self.mesh, "draws", always=mode() == "counter" and self.mesh.device_type == "cpu")
         if not turn:
             return seed, number
-        words = torch.tensor([seed & _WORD, seed >> 32, number & _WORD, number >> 32], device=self.mesh.device_type)
         with outside_modes():
             if turn > 1:
-                raise_unless_equal(words, self.mesh, _DRAW, f"draw {number} of seed {seed}", _DRAW_AGAIN)
+                draw = f"draw {number} of seed {seed}"
+                raise_unless_equal(draw, self.mesh, _DRAW, draw, _DRAW_AGAIN)
                 return seed, number
-            for mesh_dim in range(self.mesh.ndim):
-                broadcast_(words, self.mesh, mesh_dim)
+            halves = [seed & _WORD, seed >> 32, number & _WORD, number >> 32]
+            words = torch.tensor(halves, device=self.mesh.device_type)
+            broadcast_(words, self.mesh, range(self.mesh.ndim))
         seed_low, seed_high, number_low, number_high = words.tolist()
         return seed_low | seed_high << 32, number_low | number_high << 32
 
@@ -116,10 +117,8 @@ class MeshComm:
             return
         with outside_modes():
             state = generator_of(self.mesh).get_rng_state()
-            checksum = torch.tensor([crc32(state.numpy().tobytes())], device=self.mesh.device_type)
-            raise_unless_equal(
-                checksum, self.mesh, _DRAW, "a state of torch's generator that others have not", _SEED_AGAIN
-            )
+            said = str(crc32(state.numpy().tobytes()))
+            raise_unless_equal(said, self.mesh, _DRAW, "a state of torch's generator that others have not", _SEED_AGAIN)
 
 
 _WORD = 0xFFFFFFFF

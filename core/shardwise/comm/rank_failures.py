@@ -20,6 +20,7 @@ the same error; otherwise one of them waits, gives up, and this rank gives up as
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import inspect
 import os
@@ -357,3 +358,7 @@ def _leave() -> None:
         while world.rank == 0 and left < others and time.monotonic() < end:
             time.sleep(TICK)
             left = world.store.add(f"{world.prefix}/left", 0)
+    # Python would look at all objects several times before it ends: for seconds, where other ranks compile meanwhile.
+    # Garbage is still collected once, since it may be a file to which something is left to write.
+    gc.collect()
+    gc.freeze()

@@ -103,7 +103,7 @@ def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] 
     def compare(local: torch.Tensor, tensor: Any) -> torch.Tensor:
         refuse_traced(local, f"use a number of another mesh in {name}")
         raise_unless_equal(
-            _bits(local),
+            str(_bits(local).tolist()),
             mesh,  # type: ignore[arg-type]
             f"use a number of {value._spec.mesh} in {name} on {mesh}",
             f"the number {local.item()}",

@@ -97,7 +97,7 @@ def compare_kept(spec: TensorSpec, kept: Sequence[int]) -> None:
     """Have the ranks compare how much they keep for the operands of a call, of which one has this spec."""
     mesh: Any = spec.mesh
     raise_unless_equal(
-        torch.tensor(kept, dtype=torch.int64, device=mesh.device_type),
+        str([int(size) for size in kept]),
         mesh,
         f"redistribute {spec} for an op",
         "what earlier ops were given" if any(kept) else "nothing from an earlier op, or has written its part since",

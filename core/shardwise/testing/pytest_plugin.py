@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
-from shardwise.testing.pool import WorkerPool
-
 if TYPE_CHECKING:
+    from shardwise.testing.isolated import IsolatedRegistry
     from shardwise.testing.locks import CommunicationLock
+    from shardwise.testing.pool import WorkerPool
 
-PoolFactory = Callable[..., WorkerPool]
+    PoolFactory = Callable[..., WorkerPool]
+
+# The fixtures import what they give: a process of pytest that only shares tests out needs no torch.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def pool_of() -> Iterator[PoolFactory]:
     """``pool_of(world_size, backend="gloo")``: one pool per size and backend for the whole test run."""
+    from shardwise.testing.pool import WorkerPool
+
     pools: dict[tuple[int, str], WorkerPool] = {}
     with ExitStack() as stack:
 
@@ -46,6 +49,8 @@ def pool(pool_of: PoolFactory) -> WorkerPool:
 @pytest.fixture
 def registry() -> Iterator[IsolatedRegistry]:
     """An empty registry in place of this process's: ``registry.add(RULE)``. The workers of a pool keep theirs."""
+    from shardwise.testing.isolated import isolated_registry
+
     with isolated_registry() as empty:
         yield empty
 
@@ -53,6 +58,8 @@ def registry() -> Iterator[IsolatedRegistry]:
 @pytest.fixture
 def installed_registry() -> Iterator[IsolatedRegistry]:
     """As ``registry``, with the rules of all installed plugins in it."""
+    from shardwise.testing.isolated import isolated_registry
+
     with isolated_registry(installed=True) as with_plugins:
         yield with_plugins
 
