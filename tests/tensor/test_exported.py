@@ -8,24 +8,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from exported_models import Scored
 from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
 from shardwise.testing import mesh
-
-
-class Scored(nn.Module):
-    """Has what graphs hold: parameters, a buffer, a plain tensor of its own, and one that it makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(6, 8)
-        self.register_buffer("table", torch.linspace(0, 1, 40).view(5, 8))
-        self.scale = torch.linspace(1, 2, 8)
-
-    def forward(self, x):
-        return (self.proj(x).relu() * self.scale + torch.arange(8.0) + self.table[1]).softmax(-1)
 
 
 def made():
