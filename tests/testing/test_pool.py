@@ -191,6 +191,15 @@ def test_a_crash_of_native_code_shows_where_python_was(alone):
 
 @pytest.mark.slow
 @pytest.mark.sample
+def test_a_crash_of_native_code_shows_the_native_stack():
+    program = "from shardwise.private_torch.distributed import show_native_stacks as s; import os; s(); os.abort()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGABRT
+    assert "abort" in ended.stderr.partition("frame #1")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_worker_that_exits(alone):
     with pytest.raises(WorkerError, match="rank 0 died: its process ended with exit code 3"):
         alone.run(os._exit, 3)

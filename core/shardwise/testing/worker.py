@@ -23,7 +23,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from shardwise.comm.rank_failures import end_program, explain, groups_are_closed, start_anew, tell
-from shardwise.private_torch.distributed import share_gloo_device
+from shardwise.private_torch.distributed import share_gloo_device, show_native_stacks
 from shardwise.testing.pickling import dumps_by_value
 from shardwise.tools.program_errors import program_traceback
 
@@ -81,6 +81,7 @@ def serve(seat: Seat, connection: Connection) -> None:
     with open(seat.stack_path, "w") as stacks:  # noqa: PTH123 - faulthandler wants the plain file object
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         faulthandler.enable(file=stacks, all_threads=True)  # for a crash of native code
+        show_native_stacks()
         connection.send_bytes(pickle.dumps(_attempt(seat.rank, lambda: _join_group(seat))))
         gc.freeze()  # torch and the plugins stay: a collection that looks at them takes half a second
         while (payload := _receive(connection)) is not None:
