@@ -133,6 +133,8 @@ def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
     from torch.distributed import _state_dict_utils as ours
     from torch.distributed.checkpoint import state_dict as taker
 
+    import shardwise.tensor  # noqa: F401  # wraps them
+
     for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
         assert getattr(taker, name) is getattr(ours, name)
         assert getattr(taker, name).__wrapped__.__module__ == ours.__name__

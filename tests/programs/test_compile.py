@@ -754,8 +754,7 @@ def scaled_by_an_item(values):
 
 def by_a_number_of_data():
     x = torch.linspace(0, 1, 24, dtype=torch.float64).view(6, 4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._dynamo.config.capture_scalar_outputs", True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(scaled_by_an_item, backend="aot_eager", fullgraph=True)
         for values in (x, x.flip(0)):
             on_mesh = sw.distribute_tensor(values, mesh((dist.get_world_size(),)), [Shard(0)])
