@@ -126,3 +126,11 @@ def test_what_a_fresh_process_can_import():
     assert importable("shardwise.testing.pool")
     assert importable("json")
     assert not importable(__name__)
+
+
+def test_a_module_of_another_type_is_sent_by_name():
+    def reads():
+        return torch._dynamo.config
+
+    assert pickle.loads(dumps_by_value(reads))() is torch._dynamo.config
+    assert pickle.loads(dumps_by_value(torch._dynamo.config)) is torch._dynamo.config

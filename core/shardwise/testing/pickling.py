@@ -102,6 +102,9 @@ def _pickler() -> type[pickle.Pickler]:
             reduce = _REDUCERS.get(type(obj))
             if reduce is not None:
                 return reduce(obj)
+            # Pickle by name, as other modules: cloudpickle knows no subclasses of their type, such as torch's configs.
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType and importable(obj.__name__):
+                return import_module, (obj.__name__,)
             general = getattr(super(), "reducer_override", None)
             return NotImplemented if general is None else general(obj)
 
