@@ -1,7 +1,7 @@
 """What the functions that make rules are given, each option of its kind.
 
-One name may stand for a list of one: ``replicate="k"``, ``partial="sum, R -> sum"``. Anything else is refused when the
-rule is made, at the author's line: a program that runs by the rule has no part in it.
+A text may stand for a list: of the names in it, ``replicate="m k"``, or of one row, ``partial="sum, R -> sum"``.
+Anything else is refused when the rule is made, at the author's line: a program that runs by the rule has no part in it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["checked_functions", "checked_replaces", "names_of", "reductions_of",
 
 
 def names_of(option: str, value: Any) -> tuple[str, ...]:
-    """The names of an option: of a list of them, or one alone."""
+    """The names of an option: of a list of them, or of a text with spaces between them."""
     if isinstance(value, str):
-        return (value,)
+        return tuple(value.split())
     names = tuple(value) if isinstance(value, Iterable) else None
     if names is None or not all(isinstance(name, str) for name in names):
         _refuse(option, value, f'Write names, as in {option}=["k"].')

@@ -81,6 +81,11 @@ class Pattern:
         options = self.options
         inputs, outputs = self.operands
         names = {n for operand in inputs for n in operand.names}
+        for option in ("reduce", "replicate", "nonempty", "scattered"):
+            known = {*names, "*"} if option == "scattered" else names
+            unknown = {n for n in getattr(options, option) if n not in known and not n.startswith(ELLIPSIS)}
+            if unknown:
+                raise self._error(f"{option}= names {listed(unknown)}, which no input has", "Use a dim of the inputs.")
         vanishing = {n for n in names if any(o.dims is not None and n not in o.names for o in outputs)}
         loose = vanishing - set(options.reduce) - options.replicate
         if loose:
@@ -88,11 +93,6 @@ class Pattern:
                 f"{listed(loose)} of the inputs is missing in an output",
                 "Name it in reduce= (its shards are partial results) or in replicate= (it must be whole).",
             )
-        for option in ("reduce", "replicate", "nonempty", "scattered"):
-            known = {*names, "*"} if option == "scattered" else names
-            unknown = {n for n in getattr(options, option) if n not in known and not n.startswith(ELLIPSIS)}
-            if unknown:
-                raise self._error(f"{option}= names {listed(unknown)}, which no input has", "Use a dim of the inputs.")
         both = options.reduce.keys() & options.replicate
         if both:
             raise self._error(
