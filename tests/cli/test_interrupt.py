@@ -22,13 +22,19 @@ def waits(mesh):
     Path(f"ready-{os.getpid()}").touch()
     time.sleep(300)
 """
+# A shell without job control has programs in the background ignore Ctrl-C: these tests may run there.
+COMMAND = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("shardwise.cli", run_name="__main__", alter_sys=True)
+"""
 SLOW = [pytest.mark.slow, pytest.mark.sample]
 
 
 def interrupt(folder: Path, arguments: tuple[str, ...], ready: int) -> tuple[int, str, str]:
     """Start a command, and press Ctrl-C when the program runs in so many processes: the whole group gets it."""
     command = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.cli", *arguments],
+        [sys.executable, "-c", COMMAND, *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
