@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -321,7 +322,9 @@ def show_native_stacks() -> None:
     does it; without this one nothing is written.
     """
     if _show_native_stacks is not None:
+        interrupted = signal.getsignal(signal.SIGINT)
         _show_native_stacks(True)
+        signal.signal(signal.SIGINT, interrupted)  # torch counts Ctrl-C among the fatal ones
 
 
 _show_native_stacks: Callable[[bool], None] | None = find_part("torch._C._set_print_stack_traces_on_fatal_signal")
