@@ -192,10 +192,21 @@ def test_a_crash_of_native_code_shows_where_python_was(alone):
 @pytest.mark.slow
 @pytest.mark.sample
 def test_a_crash_of_native_code_shows_the_native_stack():
-    program = "from shardwise.private_torch.distributed import show_native_stacks as s; import os; s(); os.abort()"
+    program = "from shardwise.private_torch.crashes import show_native_stacks as s; import os; s(); os.abort()"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGABRT
     assert "abort" in ended.stderr.partition("frame #1")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_process_that_ignores_ctrl_c_does_so_where_it_shows_native_stacks():
+    program = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); s(); os.kill(os.getpid(), signal.SIGINT)"
+    )
+    program = f"from shardwise.private_torch.crashes import show_native_stacks as s; {program}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ __all__ = [
     "is_reachable",
     "new_local_group",
     "share_gloo_device",
-    "show_native_stacks",
     "wrap_graph_collectives",
     "wrap_state_dict_functions",
 ]
@@ -314,17 +312,3 @@ class _InPlaceOf:
 
     def __hash__(self) -> int:
         return self._hash
-
-
-def show_native_stacks() -> None:
-    """From here on, have torch write the native stack of every thread to stderr when a signal such as SIGABRT ends this
-    process. Python's faulthandler knows Python's threads alone, and gloo has threads of its own. No public function
-    does it; without this one nothing is written.
-    """
-    if _show_native_stacks is not None:
-        interrupted = signal.getsignal(signal.SIGINT)
-        _show_native_stacks(True)
-        signal.signal(signal.SIGINT, interrupted)  # torch counts Ctrl-C among the fatal ones
-
-
-_show_native_stacks: Callable[[bool], None] | None = find_part("torch._C._set_print_stack_traces_on_fatal_signal")

@@ -139,7 +139,7 @@ class RowTable:
                 whole_row = next((r for r in legal if is_whole(problem.rows[r])), None)
                 if whole_row is None or not any(is_strided((*row.inputs, *row.outputs)) for row in ran):
                     return _only(ran)
-                if any(arg.written for arg in whole.signature.args):
+                if any(isinstance(row.inputs[i], StridedShard) for row in ran for i in whole.written):
                     return _only(ran)  # what is written stays where it is
                 # Strided shards of an operand that a plan may not shard so anew: the call takes another row.
                 lost = tuple(len(rows) + m for m in range(len(ran)))

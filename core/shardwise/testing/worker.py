@@ -23,7 +23,8 @@ import torch.distributed as dist
 from attrs import frozen
 
 from shardwise.comm.rank_failures import end_program, explain, groups_are_closed, start_anew, tell
-from shardwise.private_torch.distributed import share_gloo_device, show_native_stacks
+from shardwise.private_torch.crashes import show_native_stacks
+from shardwise.private_torch.distributed import share_gloo_device
 from shardwise.testing.pickling import dumps_by_value
 from shardwise.tools.program_errors import program_traceback
 
