@@ -20,6 +20,9 @@ from shardwise.testing.report import Report
 # What somebody measured on this machine must not decide what tests see; worker processes inherit it.
 os.environ["SHARDWISE_LINKS"] = "off"
 
+# Nor must the server that runs them: where CI is set, `shardwise lock` writes nothing. The tests of that set it.
+os.environ.pop("CI", None)
+
 # Tests start many processes, each of which would compile the whole tree where byte code must not be kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -64,7 +64,7 @@ def run(tmp_path, monkeypatch):
 )
 def test_what_a_program_prints_goes_to_stderr(run, arguments):
     result = run(*arguments)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     assert isinstance(json.loads(result.stdout), dict)
     assert "of the program" in result.stderr
 

@@ -36,7 +36,6 @@ MESH = ("--mesh", "2x4", "--names", "dp,tp")
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CI", raising=False)
     (tmp_path / "train.py").write_text(PROGRAM)
 
     def call(function, *args, mesh=MESH):

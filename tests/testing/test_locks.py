@@ -37,8 +37,7 @@ def _imported():
 
 
 @pytest.fixture
-def run(_imported, pytester, monkeypatch):
-    monkeypatch.delenv("CI", raising=False)
+def run(_imported, pytester):
     pytester.makepyfile(test_train=TEST)
 
     def call(*args):
