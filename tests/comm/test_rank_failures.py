@@ -324,27 +324,79 @@ print(x.sum().full_tensor())
 """
 
 
+def run_pair(program: str, failing: int, *words: str) -> list[tuple[str, str]]:
+    """What two processes print, each running a program that ends by an error, and what they write of it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(port), str(failing), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in (0, 1)
+    ]
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    return results
+
+
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_that_nobody_catches_ends_the_other_process(failing: int) -> None:
     """Rank 0 has the store: it must not end before the other has read why."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(port), str(failing)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in (0, 1)
-    ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1]
+    errors = [error for _, error in run_pair(PROGRAM, failing)]
     assert "ValueError: no more batches" in errors[failing]
     assert (
         f"RankFailedError: wait for the other ranks in a collective: rank {failing} has failed: ValueError"
         in (errors[1 - failing])
     )
+
+
+# -- programs that do not wait when another rank fails ----------------------------------------------------------------
+
+BUSY = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import shardwise as sw
+
+rank, port, failing, does = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+x.sum().full_tensor()
+
+def slow_compiler(graph, _):
+    for second in range(100):
+        time.sleep(1.0)
+    return graph
+
+if rank == failing:
+    time.sleep(1.0)
+    raise ValueError("no more batches")
+if does == "compile":
+    x = torch.compile(torch.sin, backend=slow_compiler)(x)
+else:
+    time.sleep(6.0)  # longer than the first rank waits for others to read its error
+print("came through")
+x.sum().full_tensor()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("does", ["compile", "compute"])
+def test_a_rank_that_waits_for_nobody_learns_of_an_error(does: str, failing: int) -> None:
+    """What it computes it may finish; what it compiles would never run. The store may have ended with the other."""
+    results = run_pair(BUSY, failing, does)
+    output, error = results[1 - failing]
+    assert output == ("" if does == "compile" else "came through\n")
+    last = error.rstrip().splitlines()[-1]
+    assert "RankFailedError: " in last
+    assert f"rank {failing} has failed: ValueError: no more batches" in last
+    assert "frame #" not in error, "torch shows the native stack of a store that is gone"

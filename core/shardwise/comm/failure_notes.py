@@ -22,6 +22,7 @@ from attrs import asdict, define, evolve, field, frozen
 
 from shardwise.comm.collective_log import CollectiveLog
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
+from shardwise.private_torch.distributed import is_reachable
 
 __all__ = ["ENDED", "GONE", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of", "same_calls"]
 
@@ -154,22 +155,44 @@ class World:
     processes: dict[int, Any] = field(factory=dict)  # of the other ranks of this host: see gone_processes
     joined: frozenset[int] = frozenset()  # the ranks, of all hosts, that have said which process they are
     looks: int = 0  # of the thread that looks for failures
+    final: dict[int, Note] = field(factory=dict)  # by the rank that wrote it: the store may end with a rank's process
 
     def write(self, note: Note | None) -> None:
         self.own = note
         if note is None:
             self.lowering_of = ()
-        with suppress(RuntimeError):  # the store is gone when its process has ended
+        if self.store_is_gone():
+            return
+        with suppress(RuntimeError):
             self.store.set(f"{self.prefix}/{self.rank}", "" if note is None else json.dumps(asdict(note)))
             if note is not None:
                 self.store.add(f"{self.prefix}/notes", 1)
+            if note is not None and note.is_final:
+                with suppress(NotImplementedError):  # by stores of files
+                    self.store.append(f"{self.prefix}/final", f"{json.dumps([self.rank, asdict(note)])}\n")
+
+    def store_is_gone(self) -> bool:
+        """Whether the store has ended with the process of a rank that failed. Asked then, torch shows its stack."""
+        return bool(self.final) and not is_reachable(self.store)
+
+    def learn_final(self) -> bool:
+        """Read what ranks that will not go on have left, if any has; whether anything is known of such ranks.
+
+        One question to the store, however many ranks there are.
+        """
+        with suppress(RuntimeError):
+            if not self.final and self.store.check([f"{self.prefix}/final"]):
+                for line in self.store.get(f"{self.prefix}/final").decode().splitlines():
+                    rank, note = json.loads(line)
+                    self.final.setdefault(rank, Note(**note))
+        return bool(self.final)
 
     def read(self, ranks: list[int]) -> dict[int, Note]:
         """The notes of other ranks that stand."""
-        notes = {}
+        notes = {rank: note for rank, note in self.final.items() if rank in ranks and rank != self.rank}
         with suppress(RuntimeError):
-            if self.store.add(f"{self.prefix}/notes", 0) == 0:
-                return {}
+            if notes or self.store.add(f"{self.prefix}/notes", 0) == 0:
+                return notes
             for rank in ranks:
                 key = f"{self.prefix}/{rank}"
                 text = self.store.get(key) if rank != self.rank and self.store.check([key]) else b""

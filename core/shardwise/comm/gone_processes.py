@@ -86,6 +86,8 @@ def tell_process(world: World) -> None:
 
 def learn_processes(world: World) -> bool:
     """Read which processes the other ranks are; whether the store has said so."""
+    if world.store_is_gone():
+        return False
     with suppress(RuntimeError, NotImplementedError):
         if world.store.check([_key(world)]):
             lines = [json.loads(line) for line in world.store.get(_key(world)).decode().splitlines()]

@@ -4,8 +4,10 @@ An error that data causes on one rank leaves the other ranks in a collective tha
 that after half an hour. So a rank whose op raises leaves a note in the store of the default process group. In each
 process a thread looks four times a second whether some thread is held up in a collective. If so it reads the notes of
 the ranks of that collective, and closes the connections of the process groups where one of them has failed. The
-collective then raises, and :mod:`shardwise.comm.waiting_ranks` says why. Ranks that are not held up read nothing, and a
-collective does nothing that it would not do anyway: the thread sees from the stacks who waits.
+collective then raises, and :mod:`shardwise.comm.waiting_ranks` says why. A rank that is not held up asks once a second
+whether a rank has left its program by an error, and stops what it compiles if one has
+(:mod:`shardwise.comm.stopped_compiles`). A collective does nothing that it would not do anyway: the thread sees from
+the stacks who waits.
 
 A note is not a failure yet. All ranks may raise the same error and catch it; one rank may catch its error and go on. So
 a rank withdraws its note before it issues another collective, a rank ignores a note about an error that it has raised
@@ -351,14 +353,20 @@ def _leave() -> None:
         if is_reachable(world.store):
             end_program()
         return
-    others = world.size - (world.own.kind == GONE)
-    with suppress(RuntimeError):
-        left = world.store.add(f"{world.prefix}/left", 1)
-        end = time.monotonic() + _LINGER
-        while world.rank == 0 and left < others and time.monotonic() < end:
-            time.sleep(TICK)
-            left = world.store.add(f"{world.prefix}/left", 0)
+    _let_others_read(world, world.size - (world.own.kind == GONE))
     # Python would look at all objects several times before it ends: for seconds, where other ranks compile meanwhile.
     # Garbage is still collected once, since it may be a file to which something is left to write.
     gc.collect()
     gc.freeze()
+
+
+def _let_others_read(world: World, number: int) -> None:
+    """Wait a little, in the process that may hold the store, until a number of ranks have ended their program."""
+    if not is_reachable(world.store):  # it has ended with the process of the rank that failed
+        return
+    with suppress(RuntimeError):
+        left = world.store.add(f"{world.prefix}/left", 1)
+        end = time.monotonic() + _LINGER
+        while world.rank == 0 and left < number and time.monotonic() < end:
+            time.sleep(TICK)
+            left = world.store.add(f"{world.prefix}/left", 0)

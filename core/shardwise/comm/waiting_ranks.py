@@ -21,6 +21,7 @@ from shardwise.comm.call_sites import TORCH, short_line, users_frame
 from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, Wait, World, current_world, ranks_of
 from shardwise.comm.gone_processes import absent_rank, gone_rank, learn_processes
 from shardwise.comm.standstill import look_at_waits
+from shardwise.comm.stopped_compiles import stop_compiling
 from shardwise.errors import ShardingError
 from shardwise.private_torch.distributed import calls_of
 
@@ -35,6 +36,7 @@ PATIENCE = 2.0
 
 _HERE = os.path.dirname(__file__)  # noqa: PTH120  # code objects name their files by strings
 _TORCHS = str(sys.modules["torch.distributed.distributed_c10d"].__file__)
+_APART = 4  # looks for each one of a rank that waits for nobody
 _FRAMES_OF_OP = 8  # that torch may have between the call of an op and its kernel
 # Where a thread waits for other ranks: the files of the functions that call the backend.
 _WAITING = frozenset(
@@ -126,7 +128,8 @@ def look_for_failures() -> None:
             return
         world = current_world()
         for look in (_look, look_at_waits, compare_calls):
-            if world is not None and world.failure is None:
+            # A store that has ended with a rank has nothing to compare; what that rank said is known.
+            if world is not None and world.failure is None and (look is _look or not world.store_is_gone()):
                 with suppress(Exception):  # a watcher that ends would leave the next wait alone
                     look(world, time.monotonic())
 
@@ -213,11 +216,15 @@ def _group_of(frame: FrameType) -> Any:
 
 
 def _look(world: World, now: float) -> None:
-    """Give up where a thread waits for a rank that has failed."""
+    """Give up where a thread waits for a rank that has failed, or compiles what would."""
     world.looks += 1
-    if world.looks & (world.looks - 1) == 0:  # in time: the store may end with the process of a rank
+    if (
+        world.looks & (world.looks - 1) == 0 and not world.final
+    ):  # in time: the store may end with the process of a rank
         learn_processes(world)
     ranks = _awaited(world, now)
+    if not ranks and world.looks % _APART == 0 and world.learn_final():
+        stop_compiling(world)
     if ranks and world.own is None and world.question is not None:
         world.write(world.question)
     notes = world.read(sorted(ranks)) if ranks else {}
