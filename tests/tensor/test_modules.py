@@ -200,6 +200,71 @@ def test_a_lazy_module_runs_once_before_it_is_placed(two_ranks):
     two_ranks.run(lazy_layers)
 
 
+# -- what a program has attached to a parameter ------------------------------------------------------------------------
+
+
+def three_times(parameter):
+    parameter.grad.mul_(3)
+
+
+def attached():
+    """A model whose parameters have hooks and attributes, as adapters and optimizers of others give them."""
+    model = small()
+    first, last = model[0].weight, model[2].weight
+    first.register_hook(lambda grad: grad - grad.mean(0))
+    handle = first.register_hook(lambda grad: grad * 2)
+    first.register_hook(lambda _: None)
+    last.register_post_accumulate_grad_hook(three_times)
+    model[0].bias.register_hook(lambda grad: grad * 5)
+    model[0].bias.requires_grad_(False)
+    last._no_weight_decay = True
+    return model, handle
+
+
+def with_attachments():
+    inputs = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (one, handle_of_one), (model, handle) = attached(), attached()
+    sw.distribute_module(model, on_two(), PATTERNS)
+    x = sw.distribute_tensor(inputs, on_two(), [R])
+
+    def compare():
+        one(inputs).square().sum().backward()
+        model(x).square().sum().backward()
+        for (name, expected), parameter in zip(one.named_parameters(), model.parameters(), strict=True):
+            assert (expected.grad is None) == (parameter.grad is None), name
+            if expected.grad is not None:
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, **TIGHT)
+
+    compare()
+    handle_of_one.remove()
+    handle.remove()
+    one[0].bias.requires_grad_()
+    model[0].bias.requires_grad_()
+    compare()
+    assert [hasattr(p, "_no_weight_decay") for p in model.parameters()] == [False, False, True, False]
+
+
+def test_hooks_and_attributes_stay_with_a_parameter(two_ranks):
+    two_ranks.run(with_attachments)
+
+
+def made_on_the_mesh_with_attachments():
+    mesh = on_two()
+    with sw.on(mesh):
+        layer = nn.Linear(4, 6, dtype=torch.float64)
+    layer.weight.register_hook(lambda grad: grad * 2)
+    layer.weight.kept = "here"
+    sw.distribute_module(layer, mesh, {"weight": Shard(0)})
+    layer(sw.distribute_tensor(torch.ones(3, 4, dtype=torch.float64), mesh, [R])).sum().backward()
+    assert layer.weight.kept == "here"
+    assert layer.weight.placements == (Shard(0),)
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), torch.full((6, 4), 6.0, dtype=torch.float64))
+
+
+def test_those_of_parameters_made_on_the_mesh_stay_as_well(two_ranks):
+    two_ranks.run(made_on_the_mesh_with_attachments)
+
+
 # -- optimizers and state dicts --------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward, take_unplaced
 from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
-from shardwise.tensor.replaced import note_replaced
+from shardwise.tensor.replaced import attach_as_before, note_replaced
 
 __all__ = ["at_module", "distribute_module"]
 
@@ -59,7 +59,8 @@ def distribute_module(
     for all calls from here on. With ``loose``, a parameter that the plan does not place is replicated and a line
     that fits nothing is left out, each with a :class:`PlanFitWarning`; else they are errors.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
-    may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
+    may leave the module out. Tied parameters stay tied, hooks on gradients and attributes of a parameter move to the
+    new one; a gradient that it has already does not. Tensors that the forward pass makes lie on the mesh
     (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
     passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
 
@@ -201,6 +202,7 @@ def _replace_tensors(
                 placed_here.add(id(by_id[id(tensor)]))
                 if by_id[id(tensor)] is not tensor:
                     note_replaced(tensor, by_id[id(tensor)])
+                    attach_as_before(tensor, by_id[id(tensor)])
                 name_tensor(by_id[id(tensor)], name)
                 if in_force.decisions is not None:
                     tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
