@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.call_sites import OURS, short_line, users_frame
 from shardwise.kernel.dispatcher import check_calls
@@ -31,7 +30,7 @@ from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.private_torch.dispatch import leave_out_of_graphs
 
-__all__ = ["Origin", "derive", "origins_of", "start", "track_origins"]
+__all__ = ["ORIGIN", "Origin", "derive", "origins_of", "start", "track_origins"]
 
 
 @frozen
@@ -45,7 +44,8 @@ class Origin:
         return f"{self.text} ({self.digest})"
 
 
-_origins: Any = WeakIdKeyDictionary()
+ORIGIN = "_shardwise_origin"
+"""The attribute of a tensor that has its origin: torch swaps no tensors with weak references. It is not saved."""
 _counts: Counter[int] = Counter()  # of the tensors that were distributed, by the hash of their mesh
 
 # Numbers that may differ between ranks in the last bit, and objects, whose text has an address, do not count.
@@ -56,13 +56,13 @@ def start(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """A tensor was distributed over a mesh by a call that all its ranks make. Cheap, so it is noted always."""
     _counts[hash(mesh)] += 1
     number = _counts[hash(mesh)]
-    _origins[tensor] = Origin(_digest("distributed", number), f"distributed tensor {number}")
+    tensor.__dict__[ORIGIN] = Origin(_digest("distributed", number), f"distributed tensor {number}")
 
 
 def derive(asked: str, source: torch.Tensor, result: torch.Tensor) -> None:
     """A tensor was made of another one by something else than an op."""
     if _tracked:
-        _origins[result] = Origin(_digest(asked, _described(source)), _at(asked))
+        result.__dict__[ORIGIN] = Origin(_digest(asked, _described(source)), _at(asked))
 
 
 def origins_of(frame: FrameType | None, user: FrameType | None) -> list[Origin]:
@@ -80,7 +80,7 @@ def origins_of(frame: FrameType | None, user: FrameType | None) -> list[Origin]:
     code = outermost.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     operands = tensors_in([outermost.f_locals.get(name) for name in names])
-    return [origin for origin in map(_origins.get, operands) if origin is not None]
+    return [origin for origin in map(_origin, operands) if origin is not None]
 
 
 _tracked: list[AbstractContextManager[None]] = []
@@ -118,17 +118,21 @@ def _around(handle: Handler, op: Op) -> Handler:
         text = _at(name)
         for i, tensor in enumerate(tensors_in([written, result])):
             if isinstance(tensor, started.tensor_class):
-                _origins[tensor] = Origin(_digest(call, i), text)
+                tensor.__dict__[ORIGIN] = Origin(_digest(call, i), text)
         return result
 
     leave_out_of_graphs(handle_and_note)
     return handle_and_note
 
 
+def _origin(tensor: torch.Tensor) -> Origin | None:
+    return tensor.__dict__.get(ORIGIN)
+
+
 def _described(value: Any) -> str:
     """An argument in a text that is the same on every rank."""
     if isinstance(value, torch.Tensor):
-        origin = _origins.get(value)
+        origin = _origin(value)
         return "tensor" if origin is None else origin.digest
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_described(part)}' for key, part in value.items())}}}"

@@ -11,22 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.engine.replaced_parameters import new_of, some_are_left
 from shardwise.private_torch.autograd_nodes import hooks_of
-from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["attach_as_before", "note_replaced", "take_new_parameters"]
-
-# Weak in the old parameters: most programs drop them at once, and then there is nothing to look at.
-_new_of: Any = WeakIdKeyDictionary()
-
-
-def note_replaced(old: torch.Tensor, new: MeshTensor) -> None:
-    """Note what a parameter was replaced by."""
-    _new_of[old] = new
-
+__all__ = ["attach_as_before", "replace_in_attributes", "take_new_parameters"]
 
 _OURS = ("_spec", "_local_tensor", "_shardwise")  # how attributes begin that say how a MeshTensor lies
 _OURS_TOO = ("shardwise.tensor.leaf_grads", "shardwise.engine.plain_tensors")  # hooks that give a gradient its layout
@@ -78,14 +69,38 @@ def take_new_parameters(optimizer: Optimizer, place: Any) -> None:
 
     Its states move with them: ``place(whole, parameter)`` makes a state of a parameter's shape a MeshTensor.
     """
-    if not _new_of:
-        return
     for group in optimizer.param_groups:
         parameters = group["params"]
         for i, old in enumerate(parameters):
-            new = _new_of.get(old)
+            new = new_of(old)
             if new is None:
                 continue
             parameters[i] = new
             if old in optimizer.state:
                 optimizer.state[new] = {name: place(v, new) for name, v in optimizer.state.pop(old).items()}
+
+
+def replace_in_attributes(module: nn.Module) -> None:
+    """Put the new parameters where modules keep the old ones beside their own: in lists, tuples, dicts, attributes."""
+    if not some_are_left():
+        return
+    for submodule in module.modules():
+        attributes = vars(submodule)
+        for name in attributes.keys() - {"_parameters", "_buffers", "_modules"}:
+            attributes[name] = _with_new(attributes[name])
+
+
+def _with_new(value: Any, depth: int = 3) -> Any:
+    """A value with the new parameters in it; lists and dicts stay the objects that they are."""
+    if isinstance(value, torch.Tensor):
+        new = new_of(value)
+        return value if new is None else new
+    if not depth or (type(value) not in (list, tuple) and not isinstance(value, dict)):
+        return value
+    places = value if isinstance(value, dict) else range(len(value))
+    changed = {at: new for at in places if (new := _with_new(value[at], depth - 1)) is not value[at]}
+    if changed and isinstance(value, tuple):
+        return tuple(changed.get(at, part) for at, part in enumerate(value))
+    for at, new in changed.items():
+        value[at] = new
+    return value
