@@ -16,8 +16,10 @@ from shardwise.private_torch import REQUIRED, parts
 
 # Checked where the parts below are, as attributes of objects.
 OF_REQUIRED = {
+    "._backward_hooks": "Tensor",
     "._base": "Tensor",
     "._cdata": "UntypedStorage",
+    "._post_accumulate_grad_hooks": "Tensor",
     "._schema": "ops.aten.neg.default",
     "._version": "Tensor",
 }

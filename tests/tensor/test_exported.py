@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.errors import ArgumentError
 from shardwise.testing import mesh
 
 
@@ -60,3 +61,33 @@ def scripted():
 
 def test_a_module_on_a_mesh_is_not_scripted_and_the_error_says_what_to_use(two_ranks):
     two_ranks.run(scripted)
+
+
+def placed_after_scripting():
+    warnings.simplefilter("ignore")
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    inside = nn.Sequential(nn.ReLU(), scripted)
+    for module, which in ((scripted, "it is a Linear"), (inside, "its submodule '1' is a Linear")):
+        with pytest.raises(ArgumentError, match=f"{which} that torch.jit.script has compiled") as caught:
+            sw.distribute_module(module, mesh((dist.get_world_size(),)), {"*weight": [Shard(0)]})
+        assert caught.value.argument == "module"
+        assert not any(isinstance(p, sw.MeshTensor) for p in module.parameters())
+
+
+def test_a_scripted_module_is_not_placed_and_the_error_says_what_to_do(two_ranks):
+    two_ranks.run(placed_after_scripting)
+
+
+def placed_after_tracing():
+    warnings.simplefilter("ignore")
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    expected = model(x)
+    device_mesh = mesh((dist.get_world_size(),))
+    placed = sw.distribute_module(torch.jit.trace(model, x), device_mesh, {"0.weight": [Shard(0)]})
+    assert all(isinstance(p, sw.MeshTensor) for p in placed.parameters())
+    torch.testing.assert_close(placed(sw.distribute_tensor(x, device_mesh, [Shard(0)])).full_tensor(), expected)
+
+
+def test_a_traced_module_may_be_placed(two_ranks):
+    two_ranks.run(placed_after_tracing)

@@ -200,6 +200,156 @@ def test_a_lazy_module_runs_once_before_it_is_placed(two_ranks):
     two_ranks.run(lazy_layers)
 
 
+# -- what a program has attached to a parameter ------------------------------------------------------------------------
+
+
+def three_times(parameter):
+    parameter.grad.mul_(3)
+
+
+def attached():
+    """A model whose parameters have hooks and attributes, as adapters and optimizers of others give them."""
+    model = small()
+    first, last = model[0].weight, model[2].weight
+    first.register_hook(lambda grad: grad - grad.mean(0))
+    handle = first.register_hook(lambda grad: grad * 2)
+    first.register_hook(lambda _: None)
+    last.register_post_accumulate_grad_hook(three_times)
+    model[0].bias.register_hook(lambda grad: grad * 5)
+    model[0].bias.requires_grad_(False)
+    last._no_weight_decay = True
+    return model, handle
+
+
+def with_attachments():
+    inputs = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (one, handle_of_one), (model, handle) = attached(), attached()
+    sw.distribute_module(model, on_two(), PATTERNS)
+    x = sw.distribute_tensor(inputs, on_two(), [R])
+
+    def compare():
+        one(inputs).square().sum().backward()
+        model(x).square().sum().backward()
+        for (name, expected), parameter in zip(one.named_parameters(), model.parameters(), strict=True):
+            assert (expected.grad is None) == (parameter.grad is None), name
+            if expected.grad is not None:
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, **TIGHT)
+
+    compare()
+    handle_of_one.remove()
+    handle.remove()
+    one[0].bias.requires_grad_()
+    model[0].bias.requires_grad_()
+    compare()
+    assert [hasattr(p, "_no_weight_decay") for p in model.parameters()] == [False, False, True, False]
+
+
+def test_hooks_and_attributes_stay_with_a_parameter(two_ranks):
+    two_ranks.run(with_attachments)
+
+
+def made_on_the_mesh_with_attachments():
+    mesh = on_two()
+    with sw.on(mesh):
+        layer = nn.Linear(4, 6, dtype=torch.float64)
+    layer.weight.register_hook(lambda grad: grad * 2)
+    layer.weight.kept = "here"
+    sw.distribute_module(layer, mesh, {"weight": Shard(0)})
+    layer(sw.distribute_tensor(torch.ones(3, 4, dtype=torch.float64), mesh, [R])).sum().backward()
+    assert layer.weight.kept == "here"
+    assert layer.weight.placements == (Shard(0),)
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), torch.full((6, 4), 6.0, dtype=torch.float64))
+
+
+def test_those_of_parameters_made_on_the_mesh_stay_as_well(two_ranks):
+    two_ranks.run(made_on_the_mesh_with_attachments)
+
+
+class KeptTwice(nn.Module):
+    """Keeps its parameters in lists, dicts and attributes beside where torch finds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        self.weights = [self.first.weight, (self.last.weight, "text")]
+        self.by_name = {"first": {"bias": self.first.bias}}
+        vars(self)["bias"] = self.last.bias
+
+    def forward(self, x):
+        first, (last, _) = self.weights
+        return torch.relu(x @ first.t() + self.by_name["first"]["bias"]) @ last.t() + self.bias
+
+
+def kept_twice():
+    inputs = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    one = KeptTwice()
+    model = copy.deepcopy(one)
+    weights = model.weights
+    sw.distribute_module(model, on_two(), {"first.weight": Shard(0), "last.weight": Shard(1)})
+    assert model.weights is weights
+    for module, x in ((one, inputs), (model, sw.distribute_tensor(inputs, on_two(), [R]))):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+    for expected, parameter in zip(one.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected, **TIGHT)
+
+
+def test_parameters_that_a_module_keeps_twice_are_the_new_ones(two_ranks):
+    two_ranks.run(kept_twice)
+
+
+def kept_elsewhere():
+    mesh = on_two()
+    x = sw.distribute_tensor(torch.ones(3, 4, dtype=torch.float64), mesh, [R])
+    model = small()
+    old = model[0].weight
+    before = x @ old.detach().t()
+    uses = {
+        "itself": lambda: x @ old.t(),
+        "made of it": lambda: x @ (old * 2).t(),
+        "in a list": lambda: torch.cat([x, old]),
+    }
+    uses["itself"]()  # it is known to the handlers now
+    sw.distribute_module(model, mesh, PATTERNS)
+    for use in uses.values():
+        with pytest.raises(
+            PlainTensorError, match=r"of shape \(6, 4\) that distribute_module has replaced.*would not learn"
+        ):
+            use()
+    with torch.no_grad():  # to compare with is no learning
+        torch.testing.assert_close(uses["itself"]().full_tensor(), before.full_tensor())
+        assert torch.equal(old, model[0].weight.full_tensor())
+
+
+def test_a_replaced_parameter_that_a_program_still_trains_is_refused(two_ranks):
+    two_ranks.run(kept_elsewhere)
+
+
+def tied_over_modules():
+    mesh = on_two()
+    first, second = small(), small()
+    second[0].weight = first[0].weight
+    sw.distribute_module(first, mesh, PATTERNS)
+    sw.distribute_module(second, mesh, PATTERNS)
+    assert second[0].weight is first[0].weight
+    assert second[2].weight is not first[2].weight
+    third = small()
+    kept = third[0].weight
+    sw.distribute_module(third, mesh, PATTERNS)
+    fourth = small()
+    fourth[0].weight = kept
+    with pytest.raises(PlacementError, match="already, from an earlier call"):
+        sw.distribute_module(fourth, mesh, {"0.*": Shard(1)})
+
+
+def test_a_parameter_of_two_modules_is_one_after_both_are_placed(two_ranks):
+    two_ranks.run(tied_over_modules)
+
+
 # -- optimizers and state dicts --------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,10 @@ from functools import cache
 from types import FrameType
 
 from shardwise.comm.call_posts import lines_by_rank
-from shardwise.comm.call_sites import operation, short_line, users_frames
+from shardwise.comm.call_sites import operation, short_line, users_frame, users_frames
 from shardwise.comm.collective_log import CollectiveLog, compare_with, comparing, in_words
 from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world, same_calls
+from shardwise.comm.origins import origins_of, track_origins
 from shardwise.comm.rank_failures import go_on
 from shardwise.comm.waiting_ranks import explained_among
 from shardwise.errors import RankDisagreementError
@@ -29,14 +30,16 @@ __all__ = ["check_ranks", "compare_if_asked"]
 def check_ranks() -> Iterator[None]:
     """Compare each collective over the ranks of its group before it is issued, while the context lasts.
 
-    The ranks compare its number, kind, mesh dims and bytes, the op and its plan, and the user's line, and raise
-    :class:`RankDisagreementError` on every rank where they differ, with the lines of all. A collective then takes about
-    a millisecond longer. Every rank must enter and leave the context at the same point; it holds for all threads.
-    Those of compiled graphs are compared as well. The setting ``check-ranks`` is the same for a whole program.
+    The ranks compare its number, kind, mesh dims and bytes, the op and its plan, the user's line, and where the tensor
+    comes from. They raise :class:`RankDisagreementError` on every rank where these differ, with the lines of all. A
+    collective then takes about a millisecond longer, and an op some ten microseconds. Every rank must enter and leave
+    the context at the same point; it holds for all threads. Those of compiled graphs are compared as well. The setting
+    ``check-ranks`` is the same for a whole program.
     """
     compare_with([*comparing, _compare])
     try:
-        yield
+        with track_origins():
+            yield
     finally:
         compare_with(comparing[:-1])
 
@@ -46,6 +49,7 @@ def compare_if_asked() -> None:
     """Compare from now on if the setting ``check-ranks`` is on."""
     if read_settings().check_ranks:
         compare_with([_compare, *comparing])
+        track_origins().__enter__()
 
 
 def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
@@ -53,8 +57,13 @@ def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
     if world is None or not log.ranks:
         return
     go_on()
-    text = f"{in_words(code, nbytes)}, {_asked(sys._getframe(2))}"  # noqa: SLF001  # documented
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    frame = sys._getframe(2)  # noqa: SLF001  # documented
+    text = f"{in_words(code, nbytes)}, {_asked(frame)}"
+    origins = origins_of(frame, users_frame(frame))
+    # Not the lines of the origins: two lines may make the same tensor.
+    digest = hashlib.sha256(f"{text} {[origin.digest for origin in origins]}".encode()).hexdigest()[:16]
+    if origins:
+        text += f", for {', '.join(map(str, origins))}"
     place = f"compare/{log.name}"
     world.asked[place] += 1
     number = world.asked[place]

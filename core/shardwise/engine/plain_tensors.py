@@ -24,6 +24,7 @@ from shardwise.comm.contents import digest, traced_digest
 from shardwise.comm.groups import all_reduce, backend_of
 from shardwise.comm.rule_agreement import differences, different_summaries
 from shardwise.engine.call_site import users_line
+from shardwise.engine.replaced_parameters import refuse_replaced
 from shardwise.engine.several_meshes import mesh_of
 from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsError
 from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
@@ -185,6 +186,7 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
     overwritten = written and overwritten_arg(op)
     for name, tensor in operands.items():
         _refuse_unless_ordinary(op, name, tensor)
+        refuse_replaced(op, name, tensor)
         if is_without_data(tensor):
             if tensor.dim() and chosen == "refuse":
                 _accept_zeros_and_ones(op, name, tensor, written)

@@ -192,8 +192,9 @@ def record(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def check_calls(checks: Callable[[Handler, Op], Handler]) -> Iterator[None]:
-    """Run the handlers that ``checks`` makes from those of ops with a rule, while the context lasts."""
-    before, recording.checks = recording.checks, checks
+    """Run the handlers that ``checks`` makes from those of ops with a rule, while the context lasts. Contexts nest."""
+    before = recording.checks
+    recording.checks = checks if before is None else lambda handle, op: checks(before(handle, op), op)
     _replace_handlers()
     try:
         yield

@@ -15,6 +15,7 @@ __all__ = [
     "KnownTensor",
     "forget_failed_writes",
     "forget_known_tensors",
+    "forget_tensor",
     "key_of_plain",
     "known_tensor",
     "known_without_mesh",
@@ -120,6 +121,12 @@ def forget_failed_writes() -> None:
         if tensor is not None and entry.version > version_of(tensor):
             del _known[place]
             known_without_mesh.pop(place, None)
+
+
+def forget_tensor(tensor: torch.Tensor) -> None:
+    """Have the next op that a plain tensor meets look at it again."""
+    if _known.pop(id(tensor), None) is not None:
+        known_without_mesh.pop(id(tensor), None)
 
 
 def forget_known_tensors() -> None:

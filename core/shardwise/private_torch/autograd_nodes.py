@@ -1,15 +1,15 @@
-"""The nodes of autograd's graph: which one runs, and which forward calls made it."""
+"""The nodes of autograd's graph: which one runs, which forward calls made it, and what hooks a leaf has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from shardwise.private_torch.parts import find_part, refuse, torch_part
 
-__all__ = ["at_end_of_backward", "backward_number", "running_node", "sequence_number"]
+__all__ = ["at_end_of_backward", "backward_number", "hooks_of", "running_node", "sequence_number"]
 
 _FOREVER = 1 << 62  # nodes that accumulate in leaves have the largest number of 64 bits
 
@@ -58,3 +58,12 @@ def backward_number() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback()`` when the backward pass that runs now has ended."""
     _queue_callback(callback)
+
+
+def hooks_of(leaf: torch.Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """The hooks of a leaf: on its gradient, and after the gradient is accumulated. Nothing public lists them.
+
+    These are torch's own dicts: the handle of a hook removes it from there.
+    """
+    tensor: Any = leaf
+    return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm import origins
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
 from shardwise.comm.layout_agreement import agree_on_layout
@@ -147,6 +148,7 @@ def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bo
         result = waiting(steps.start(local).keep(tensor, local), target, local.device)
     else:
         result = wrap(steps.run(local), target)
+    origins.derive("redistribute", tensor, result)
     if recording.recorder is not None:
         recording.recorder.redistributed(tensor, result)
     return result

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm import origins
 from shardwise.comm.agreement import broadcast_whole
 from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
@@ -72,12 +73,18 @@ def distribute_tensor(
     spec = TensorSpec(mesh, check_placements(layout, mesh.ndim, tensor.ndim), unexpanded(TensorMeta.of(tensor)))
     meet(mesh)
     whole = tensor.detach()
+    is_sent = False
     if mesh.size() > 1 and not is_traced(whole):
         if src_data_rank is not None and whole.device.type != "meta":
             whole = broadcast_whole(whole, spec, src_data_rank, requires_grad=tensor.requires_grad)
+            is_sent = True
         else:
             agree_on_layout(spec, "distribute_tensor")
     sharded = MeshTensor(scatter_local(whole, spec), spec)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
-    return sharded.requires_grad_(tensor.requires_grad)
+        sharded = nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[assignment]
+    else:
+        sharded.requires_grad_(tensor.requires_grad)
+    if is_sent:
+        origins.start(sharded, mesh)  # only where every rank has come: it counts
+    return sharded

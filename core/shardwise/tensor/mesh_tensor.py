@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.origins import ORIGIN
 from shardwise.comm.policy import InForceThen
 from shardwise.comm.policy import in_force as policies
 from shardwise.engine.composites import replicated_tensor
@@ -413,7 +414,8 @@ class MeshTensor(torch.Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         # One rank's part, and the place of that rank. To join the parts is the task of a checkpoint.
-        attributes = {k: v for k, v in self.__dict__.items() if k != leaf_grads.HAS_GRAD_HOOK}
+        of_this_run = (leaf_grads.HAS_GRAD_HOOK, ORIGIN)
+        attributes = {k: v for k, v in self.__dict__.items() if k not in of_this_run}
         meta = self._spec.tensor_meta
         parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
         where = self._spec.mesh.get_coordinate() if isinstance(self._spec.mesh, DeviceMesh) else None

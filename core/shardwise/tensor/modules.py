@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +16,8 @@ from shardwise.comm.layout_agreement import agree_on_plan
 from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.errors import LayoutError, PlanError, PlanFitError, PlanFitWarning
+from shardwise.engine.replaced_parameters import new_of, note_replaced
+from shardwise.errors import ArgumentError, LayoutError, PlanError, PlanFitError, PlanFitWarning
 from shardwise.kernel.arguments import check_function, check_mesh, check_module, refuse_argument
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.places import Places
@@ -28,7 +30,7 @@ from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward, take_unplaced
 from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
-from shardwise.tensor.replaced import note_replaced
+from shardwise.tensor.replaced import attach_as_before, replace_in_attributes
 
 __all__ = ["at_module", "distribute_module"]
 
@@ -59,13 +61,15 @@ def distribute_module(
     for all calls from here on. With ``loose``, a parameter that the plan does not place is replicated and a line
     that fits nothing is left out, each with a :class:`PlanFitWarning`; else they are errors.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
-    may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
+    may leave the module out. Tied parameters stay tied, hooks on gradients and attributes of a parameter move to the
+    new one; a gradient that it has already does not. Tensors that the forward pass makes lie on the mesh
     (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
     passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
 
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
-    of other tensors (a quantised weight) or has no shape yet (that of a lazy module), and a :class:`PlanError` for a
-    plan that cannot be read or is for another mesh or module.
+    of other tensors (a quantised weight) or has no shape yet (that of a lazy module), :class:`ArgumentError` for a
+    module that ``torch.jit.script`` has compiled, and a :class:`PlanError` for a plan that cannot be read or is for
+    another mesh or module.
     """
     check_module("distribute a module", module)
     mesh = current_mesh() if device_mesh is None else device_mesh
@@ -91,6 +95,7 @@ def distribute_module(
     patterns = dict(partition) if isinstance(partition, Mapping) else {}
     check_patterns(type(module).__name__, patterns, names)
     _replace_tensors(module, mesh, patterns, src_data_rank)
+    replace_in_attributes(module)
     place_assigned(module)
     enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
     for tell in tuple(at_module):
@@ -147,12 +152,27 @@ def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_what_cannot_be_placed(module: nn.Module) -> None:
-    """Before anything is replaced: raise for a tensor that placements say nothing about."""
+    """Before anything is replaced: raise for a module or a tensor that placements say nothing about."""
+    for name, submodule in module.named_modules():
+        _refuse_scripted(name, submodule)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not isinstance(tensor, MeshTensor):
             _refuse_uninitialized(name, tensor)
             refuse_dtensor(tensor, f"place {name!r}")
             _refuse_made_of_others(name, tensor)
+
+
+def _refuse_scripted(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # it is public, but not in __all__
+        kind = module.original_name
+        raise ArgumentError(
+            asked="distribute a module",
+            found=f"{f'its submodule {name!r}' if name else 'it'} is a {kind} that torch.jit.script has compiled or "
+            "torch.jit.load has read, and TorchScript takes no hooks and no tensors of another class",
+            do=f"Distribute the {kind} that was compiled, with load_state_dict(scripted.state_dict()) for its values, "
+            "and use torch.compile. torch.jit.trace takes a module that is placed.",
+            argument="module",
+        )
 
 
 def _refuse_uninitialized(name: str, tensor: Any) -> None:
@@ -190,17 +210,23 @@ def _replace_tensors(
         own = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
         for key, tensor in own:
             name = f"{prefix}.{key}" if prefix else key
+            if isinstance(tensor, MeshTensor) and id(tensor) in placed_here:
+                continue  # before by_id is asked: the id may be that of an old tensor that is gone
             is_known = id(tensor) in by_id
             if isinstance(tensor, MeshTensor) and not is_known and not take_unplaced(tensor, mesh):
-                if id(tensor) not in placed_here:
-                    check_placed(name, tensor, mesh, patterns)
+                check_placed(name, tensor, mesh, patterns)
                 continue
-            if not is_known:
+            earlier = None if is_known else new_of(tensor)  # tied to a parameter of a module that was placed before
+            if earlier is not None:
+                check_placed(name, earlier, mesh, patterns)
+                by_id[id(tensor)] = earlier
+            elif not is_known:
                 places = placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = _placed(tensor, mesh, places, src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
                 if by_id[id(tensor)] is not tensor:
                     note_replaced(tensor, by_id[id(tensor)])
+                    attach_as_before(tensor, by_id[id(tensor)])
                 name_tensor(by_id[id(tensor)], name)
                 if in_force.decisions is not None:
                     tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
