@@ -186,6 +186,10 @@ class CommunicationWarning(UserWarning):
     """A call sends what the policy in force warns of."""
 
 
+class UnseenGraphWarning(UserWarning):
+    """A graph is compiled to code whose collectives are neither recorded nor compared over the ranks."""
+
+
 # -- rules and plugins -----------------------------------------------------------------------------------------
 
 

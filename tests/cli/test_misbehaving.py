@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -162,3 +164,18 @@ def test_a_thread_that_a_plugin_starts_is_a_note(install, source, monkeypatch):
     monkeypatch.setattr(plugin_probe.threading, "active_count", COUNT)
     plugins = [plugin for plugin in discover() if plugin.origin.plugin.startswith("acme")]
     assert [seen.notes for seen in plugin_probe.probe_plugins(plugins)] == [("starts a thread at import",)]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["plugins", "--help"], 0), (["why", "--no-such"], 2)])
+def test_a_thread_of_a_plugin_does_not_keep_the_command(arguments, code):
+    program = (
+        "import sys, threading\n"
+        "threading.Thread(target=threading.Event().wait, name='acme').start()\n"
+        f"sys.argv = ['shardwise', *{arguments}]\n"
+        "from shardwise.cli import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == code, ended.stderr
+    assert "A plugin's thread still runs (acme); this command ends without it." in ended.stderr
+    assert "Usage: " in ended.stdout + ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.comm import standstill
+from shardwise.comm import graph_group, standstill
 from shardwise.comm.collective_log import CollectiveLog
 from shardwise.comm.events import observe
 from shardwise.comm.groups import group_of
-from shardwise.errors import PlacementError, RankFailedError, RankWaitError, WorkerError
+from shardwise.errors import PlacementError, RankFailedError, RankWaitError, UnseenGraphWarning, WorkerError
 from shardwise.private_torch.tracing import seeing_graphs
 from shardwise.settings import Settings
 from shardwise.testing import WorkerPool
@@ -207,6 +209,35 @@ def test_observers_see_graphs_if_they_ask(ranks: WorkerPool) -> None:
         assert inside > 1
 
 
+def warnings_with_the_cpp_wrapper(backend: str) -> tuple[list[str], float, int]:
+    """Warnings of two compilations with it, a loss, and what the second call records."""
+
+    def loss(x: Any) -> Any:
+        return (x * 2).sum().redistribute(placements=[Replicate()]).to_local()
+
+    x = operands()[0]
+    graph_group._warn_once.cache_clear()
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for is_on in (False, True, True):
+            torch._dynamo.reset()
+            with inductor_config.patch(cpp_wrapper=is_on):
+                compiled(x)
+    before = log().count
+    value = float(compiled(x))
+    return [str(one.message) for one in caught if one.category is UnseenGraphWarning], value, log().count - before
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SAMPLE)])
+def test_a_graph_that_is_not_seen_is_said_to_be(ranks: WorkerPool, backend: str) -> None:
+    for texts, loss, count in ranks.run(warnings_with_the_cpp_wrapper, backend, timeout=300):
+        assert len(texts) == 1, "once, and not where the wrapper is off"
+        assert "cpp_wrapper" in texts[0]
+        assert loss == 64.0
+        assert count == (1 if backend == "aot_eager" else 0), "if Inductor's are seen now, the warning has to go"
+
+
 # -- ranks that part ---------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +416,8 @@ def timeline_of(folder: str) -> list[dict[str, Any]]:
 
 def test_a_timeline_has_the_collectives_of_graphs(two: WorkerPool, tmp_path: Path) -> None:
     for events in two.run(timeline_of, str(tmp_path), timeout=120):
+        names = [event["name"] for event in events if event["args"]["op"] == "(graph)"]
+        assert all(name.endswith("| a compiled graph sends it") for name in names), "not explicit: nobody knows that"
         of_graphs = [event["args"] for event in events if event["args"]["op"] == "(graph)"]
         assert of_graphs
         for args in of_graphs:

@@ -265,6 +265,21 @@ def test_a_backward_pass_is_judged_by_the_policy_of_its_forward_ops(two_ranks):
     two_ranks.run(backward)
 
 
+def backward_of_a_lowering():
+    x = on_two(values(4, 4), Shard(1)).requires_grad_()
+    with sw.communication("forbid", phases="backward"):
+        loss = x.softmax(1).square().sum()
+    error, kinds = sent(loss.backward)
+    assert isinstance(error, CommunicationError)
+    assert (error.phase, error.op, kinds) == ("backward", "aten._softmax_backward_data.default", [])
+    assert "Redistribute the operands of the forward op" in str(error)
+    assert "Write " not in str(error), "no program has the names of autograd's operands"
+
+
+def test_what_to_do_about_a_backward_pass_can_be_done_in_a_program(two_ranks):
+    two_ranks.run(backward_of_a_lowering)
+
+
 def backward_elsewhere():
     """As autograd's own threads for other devices: they make no nodes, and enter nothing."""
     judged, free = loss_under("forbid")[0], loss_under("allow")[0]

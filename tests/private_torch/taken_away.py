@@ -408,6 +408,11 @@ FALLBACKS = [
         take=lambda *names: sys.modules.update(dict.fromkeys(names)),
     ),
     Case(("torch._C._set_print_stack_traces_on_fatal_signal",), shelf("crashes", "show_native_stacks"), take=hide),
+    Case(
+        ("torch._inductor.config",),
+        shelf("distributed", "calls_go_unseen"),
+        take=lambda name: sys.modules.pop(name, None),
+    ),
 ]
 # The same in compiled programs, which take long. Marks that torch reads: here it takes no notice of them.
 COMPILED_FALLBACKS = [

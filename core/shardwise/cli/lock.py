@@ -66,6 +66,7 @@ def lock(
     in_ci = is_ci(os.environ)
     name = _program_name(step.text)
     asked = f"compare a step with {out}"
+    before = _before(out, must_exist=check or in_ci)  # before the step, which takes its time
     with program_errors(step.text), op_progress(shown=not as_json) as tell:
         now = lock_step(
             step.run,
@@ -78,7 +79,6 @@ def lock(
             tell=tell,
         )
     limits = [read_budget(text, now.lock.mesh_names) for text in budgets]
-    before = _before(out, must_exist=check or in_ci)
     if before is not None and (check or in_ci):
         before.check_fits(asked, name, now.lock.mesh_names, now.lock.mesh_shape)
     exceeded = [limit for limit in limits if limit.used(now.lock) > limit.limit]

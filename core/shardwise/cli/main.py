@@ -5,6 +5,9 @@ A command is imported when it is called, or when its own help or its arguments a
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from importlib import import_module
 from typing import Any
 
@@ -41,8 +44,21 @@ COMMANDS = {
 """By name: the module that has the command, with the name of its function if that is another, and what it does."""
 
 
+_OF_PLUGINS = ("doctor", "explain", "infer", "plugins", "rules", "why")
+"""Commands that run code of plugins and none of the user's."""
+
+
 class Commands(click.Group):
     """A group that imports a command when it is called, and shows a :class:`ShardingError` as a message."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as the program of this process."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except SystemExit as end:
+            if sys.argv[1:2] and sys.argv[1] in _OF_PLUGINS:
+                _end_without_threads(end.code)
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
         """All names."""
@@ -90,6 +106,17 @@ class Commands(click.Group):
         except (KeyboardInterrupt, click.Abort):
             click.echo("Aborted!", err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _end_without_threads(code: Any) -> None:
+    """End the process now if a plugin has started a thread at import that still runs: Python would wait for it."""
+    main_thread = threading.main_thread()
+    left = [thread.name for thread in threading.enumerate() if thread is not main_thread and not thread.daemon]
+    if left:
+        click.echo(f"A plugin's thread still runs ({', '.join(left)}); this command ends without it.", err=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _as_json(error: click.ClickException) -> dict[str, Any]:

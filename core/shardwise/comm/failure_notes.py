@@ -35,6 +35,7 @@ GONE = "ended without a word"
 TICK = 0.25
 """Seconds between two looks at what other ranks have left."""
 
+_LINGER = 3.0  # seconds for which the first rank lets the others read why it failed
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks at a key
 
 
@@ -186,6 +187,17 @@ class World:
                     rank, note = json.loads(line)
                     self.final.setdefault(rank, Note(**note))
         return bool(self.final)
+
+    def let_others_read(self, number: int) -> None:
+        """Say that this rank ends. The first one may hold the store, so it waits a little until ``number`` have."""
+        if not is_reachable(self.store):  # it has ended with the process of the rank that failed
+            return
+        with suppress(RuntimeError):
+            left = self.store.add(f"{self.prefix}/left", 1)
+            end = time.monotonic() + _LINGER
+            while self.rank == 0 and left < number and time.monotonic() < end:
+                time.sleep(TICK)
+                left = self.store.add(f"{self.prefix}/left", 0)
 
     def read(self, ranks: list[int]) -> dict[int, Note]:
         """The notes of other ranks that stand."""

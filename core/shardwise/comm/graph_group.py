@@ -7,7 +7,9 @@ Waiting, staging and buffers are then up to the compiler's backend.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.collectives import Collectives
+from shardwise.errors import UnseenGraphWarning
 from shardwise.kernel.reductions import REAL, add_up, as_sendable, average, is_native, reduce_stacked, scaled_down
 from shardwise.private_torch.distributed import (
+    calls_go_unseen,
     graph_all_gather,
     graph_all_reduce,
     graph_all_to_all,
@@ -45,6 +49,13 @@ class GraphGroup(Collectives):
     order: tuple[int, ...] | None
     scatters: bool
 
+    @property
+    def _noticed(self) -> Any:
+        """The process group, for a collective of a graph that is made now."""
+        if calls_go_unseen():
+            _warn_once()
+        return self.process_group
+
     # -- movement --
 
     def start_all_gather(self, out: Tensor, piece: Tensor) -> AsyncResult:
@@ -66,7 +77,7 @@ class GraphGroup(Collectives):
     def _gathered(self, piece: Tensor) -> Tensor:
         """The pieces of all ranks, stacked."""
         flat = as_sendable(piece.reshape(-1))
-        blocks = graph_all_gather(flat, self.size, self.process_group).view(self.size, -1)
+        blocks = graph_all_gather(flat, self.size, self._noticed).view(self.size, -1)
         if self.order:
             blocks = torch.stack([blocks[self.order.index(i)] for i in range(self.size)])
         return blocks.view(piece.dtype).view(self.size, *piece.shape)
@@ -80,12 +91,12 @@ class GraphGroup(Collectives):
         unit = flat.dtype.itemsize // sendable.dtype.itemsize
         out, back = [n * unit for n in sent], [n * unit for n in received]
         if not self.order:
-            return graph_all_to_all(sendable, back, out, self.process_group).view(flat.dtype)
+            return graph_all_to_all(sendable, back, out, self._noticed).view(flat.dtype)
         # Bring the runs into the process group's order of ranks, and back.
         order = self.order
         runs = sendable.split_with_sizes(out)
         counts = [back[i] for i in order], [out[i] for i in order]
-        moved = graph_all_to_all(torch.cat([runs[i] for i in order]), *counts, self.process_group)
+        moved = graph_all_to_all(torch.cat([runs[i] for i in order]), *counts, self._noticed)
         parts = moved.split_with_sizes(counts[0])
         return torch.cat([parts[order.index(i)] for i in range(self.size)]).view(flat.dtype)
 
@@ -94,14 +105,14 @@ class GraphGroup(Collectives):
     def start_all_reduce(self, tensor: Tensor, kind: str) -> AsyncResult:
         if not is_native(kind, tensor.dtype):
             return AsyncResult(None, reduce_stacked(self._gathered(tensor), kind))
-        reduced = graph_all_reduce(_real(self._scaled(tensor, kind)), BACKEND_REDUCTIONS[kind], self.process_group)
+        reduced = graph_all_reduce(_real(self._scaled(tensor, kind)), BACKEND_REDUCTIONS[kind], self._noticed)
         return AsyncResult(None, self._averaged(_with_dtype_of(tensor, reduced), kind))
 
     def start_reduce_scatter(self, pieces: Tensor, kind: str) -> AsyncResult:
         if self.order or not self.scatters or not is_native(kind, pieces.dtype):
             return AsyncResult(None, self._reduced(self._exchanged_pieces(pieces), kind))
         added = _real(self._scaled(pieces, kind))
-        reduced = graph_reduce_scatter(added, BACKEND_REDUCTIONS[kind], self.size, self.process_group)
+        reduced = graph_reduce_scatter(added, BACKEND_REDUCTIONS[kind], self.size, self._noticed)
         return AsyncResult(None, self._averaged(_with_dtype_of(pieces, reduced).view(pieces.shape[1:]), kind))
 
     def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> AsyncResult:
@@ -119,6 +130,17 @@ class GraphGroup(Collectives):
 
     def _averaged(self, total: Tensor, kind: str) -> Tensor:
         return average(total, self.size) if kind == "avg" else total
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        "torch._inductor.config.cpp_wrapper is on: graphs that are compiled with it call collectives where shardwise "
+        "does not see them. They are not recorded, not compared over the ranks, and not in a timeline. Compile without "
+        "it to have them checked.",
+        UnseenGraphWarning,
+        stacklevel=2,
+    )
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -42,13 +42,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.call_posts import post_calls
 from shardwise.comm.call_sites import short_line, users_frame
-from shardwise.comm.failure_notes import ENDED, GONE, PROCESS, TICK, Note, Wait, World, current_world
+from shardwise.comm.failure_notes import ENDED, GONE, PROCESS, Note, Wait, World, current_world
 from shardwise.comm.gone_processes import tell_process
+from shardwise.comm.native_end import end_with_reason
 from shardwise.comm.waiting_ranks import explained_among, failure_behind, look_for_failures
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store, is_reachable
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.native_ends import at_native_end, leave_native_ends
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.rule.lowering import LocalCall
 
@@ -69,7 +71,6 @@ _SOON = 0.02  # seconds between two looks at what other ranks have raised
 _LONGEST = 60.0  # seconds for which a rank looks; another rank may have ended without a word
 _TOLD = "_shardwise_told"  # an attribute of errors
 _TOLD_ALREADY = RankFailedError, RankWaitError  # by the rank that found it
-_LINGER = 3.0  # seconds for which the first rank, which may hold the store, lets the others read why it failed
 
 
 def watch(process_group: Any, group: Any = None) -> None:
@@ -115,6 +116,7 @@ def _install() -> None:
         before(kind, error, trace)
 
     sys.excepthook = tell_and_report
+    at_native_end(end_with_reason)
     atexit.register(_leave)
     Finalize(None, _leave, exitpriority=0)  # a process of multiprocessing ends without atexit
 
@@ -347,26 +349,15 @@ def _leave() -> None:
         tell(error, is_final=True)
     PROCESS.is_ending.set()
     PROCESS.wakes.set()
+    leave_native_ends()
     if world is None:
         return
     if world.own is None:
         if is_reachable(world.store):
             end_program()
         return
-    _let_others_read(world, world.size - (world.own.kind == GONE))
+    world.let_others_read(world.size - (world.own.kind == GONE))
     # Python would look at all objects several times before it ends: for seconds, where other ranks compile meanwhile.
     # Garbage is still collected once, since it may be a file to which something is left to write.
     gc.collect()
     gc.freeze()
-
-
-def _let_others_read(world: World, number: int) -> None:
-    """Wait a little, in the process that may hold the store, until a number of ranks have ended their program."""
-    if not is_reachable(world.store):  # it has ended with the process of the rank that failed
-        return
-    with suppress(RuntimeError):
-        left = world.store.add(f"{world.prefix}/left", 1)
-        end = time.monotonic() + _LINGER
-        while world.rank == 0 and left < number and time.monotonic() < end:
-            time.sleep(TICK)
-            left = world.store.add(f"{world.prefix}/left", 0)

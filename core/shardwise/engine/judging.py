@@ -97,7 +97,7 @@ class _Judged:
             details = {"operand": move.name, "source": str(move.src), "target": str(move.dst)}
         else:
             assert sends is not None
-            why, do = "the rule's own lowering sends it", _whole_operands(sends, one.mesh_dims)
+            why, do = "the rule's own lowering sends it", _whole_operands(sends, one.mesh_dims, self.phase)
             details = {"operand": "", "source": "", "target": ""}
         self._apply(policy, what, why, do, kind=one.kind, mesh_dims=tuple(names), nbytes=one.nbytes, **details)
 
@@ -109,7 +109,7 @@ class _Judged:
             return
         names = tuple(_name(sends.schema.mesh, m) for m in dims)
         what = f"something over {', '.join(names)}: data decide how much, and whether at all"
-        do = _whole_operands(sends, dims)
+        do = _whole_operands(sends, dims, self.phase)
         details = {"operand": "", "source": "", "target": "", "kind": "", "mesh_dims": names, "nbytes": -1}
         self._apply(policy, what, "the rule's own lowering sends it", do, **details)
 
@@ -181,7 +181,9 @@ def _redistribute(move: Moved, phase: str) -> str:
     return f"Write {name} = {name}.redistribute(placements={there}) before the call, or allow it."
 
 
-def _whole_operands(sends: Sends, mesh_dims: Sequence[int]) -> str:
+def _whole_operands(sends: Sends, mesh_dims: Sequence[int], phase: str) -> str:
+    if phase == "backward":  # the op and its operands are autograd's, so no line of the program can redistribute them
+        return "Redistribute the operands of the forward op to whole tensors before it, or allow it where that op runs."
     for name, spec in zip(sends.schema.operand_names, sends.schema.specs, strict=True):
         if spec is not None and any(not isinstance(spec.placements[m], Replicate) for m in mesh_dims):
             whole = [REPLICATE if m in mesh_dims else p for m, p in enumerate(spec.placements)]

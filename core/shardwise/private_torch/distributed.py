@@ -22,6 +22,7 @@ from shardwise.private_torch.imports import when_imported
 from shardwise.private_torch.parts import find_part, missing_parts, refuse, torch_part
 
 __all__ = [
+    "calls_go_unseen",
     "calls_of",
     "GraphOp",
     "current_mesh",
@@ -295,6 +296,15 @@ def wrap_graph_collectives(
     wait: Any = getattr(getattr(_functional, "wait_tensor", None), "default", None)
     if hasattr(wait, "_op"):
         wait._op = _InPlaceOf(wait._op, waiting(wait._op))
+
+
+def calls_go_unseen() -> bool:
+    """Whether graphs that are compiled now call collectives where :func:`wrap_graph_collectives` sees nothing.
+
+    With Inductor's C++ wrapper a graph calls the C++ function of a collective, past the op.
+    """
+    # A setting of users, in a module that only Inductor imports.
+    return bool(getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False))
 
 
 class _InPlaceOf:

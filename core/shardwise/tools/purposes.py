@@ -20,7 +20,11 @@ from shardwise.private_torch.dispatch import leaf_to_accumulate
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_of
 
-__all__ = ["Purpose", "mesh_of", "moved_text", "purpose_at"]
+__all__ = ["OF_GRAPH", "Purpose", "mesh_of", "moved_text", "purpose_at"]
+
+
+OF_GRAPH = "(graph)"
+"""The op of a collective that a compiled graph sends."""
 
 
 @frozen
@@ -126,7 +130,7 @@ def purpose_at(file: str, frame: FrameType, before: Purpose) -> Purpose:
     if file in _AGREEMENTS:
         return Purpose("(agreement)", "the ranks compare what they have", is_final=True)
     if file == "comm/graph_calls.py":
-        return Purpose("(graph)", "a compiled graph sends it", is_final=True)
+        return Purpose(OF_GRAPH, "a compiled graph sends it", is_final=True)
     if file.startswith(_DISTRIBUTING):
         return evolve(before, op=name.strip("_"), why=f"{name.strip('_')}() of the program")
     read = _FILES.get(file)

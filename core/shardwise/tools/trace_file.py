@@ -14,6 +14,7 @@ from shardwise.kernel.foreign_files import read_bytes, reason, short
 from shardwise.program.amounts import size_text
 from shardwise.program.lock_patterns import collapsed
 from shardwise.program.plan_file import starred
+from shardwise.tools.purposes import OF_GRAPH
 from shardwise.tools.sites import Site
 
 __all__ = ["Flight", "Slice", "Trace", "WaitedFor", "exposures", "read_trace", "slice_name", "trace_of"]
@@ -69,8 +70,14 @@ def slice_name(site: Site) -> str:
     ``all_reduce tp 2.00 MiB | blocks.3.attention.wo | implicit: aten.add.Tensor, operand `other` is moved ...``.
     """
     dims = ", ".join(site.mesh_dims)
-    why = f"implicit: {site.op}, {site.why}" if site.implicit else f"explicit: {site.why}"
-    return f"{site.kind} {dims} {size_text(site.nbytes)} | {site.module or '(no module)'} | {why}"
+    return f"{site.kind} {dims} {size_text(site.nbytes)} | {site.module or '(no module)'} | {_cause(site)}"
+
+
+def _cause(site: Site) -> str:
+    """Why it is sent. Of a compiled graph's collective nobody knows any more whether an op or the program asked."""
+    if site.op == OF_GRAPH:
+        return site.why
+    return f"implicit: {site.op}, {site.why}" if site.implicit else f"explicit: {site.why}"
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
