@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from attrs import evolve
 
-from shardwise.comm.failure_notes import GONE, PROCESS, TICK, Note, World, current_world
+from shardwise.comm.failure_notes import GONE, PROCESS, TICK, Note, current_world
 
 __all__ = ["end_with_reason"]
 
