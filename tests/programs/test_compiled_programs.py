@@ -121,7 +121,7 @@ def test_a_part_that_was_written_back_is_sent_as_it_was_written(two_ranks):
 
 
 def test_compiled_programs_compute_what_one_device_does(two_ranks):
-    check_seeds(two_ranks, [7, 10])  # torch 2.11 to 2.13 compile these
+    check_seeds(two_ranks, [10])  # torch 2.11 to 2.13 compile it
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_compiled_programs_compute_what_one_device_does(two_ranks):
 @pytest.mark.timeout(600)
 def test_a_fixed_sample_of_compiled_programs(two_ranks):
     # Not 622, an open fault: a view in its graph meets a tensor that lies otherwise than its fake one says.
-    counts = check_seeds(two_ranks, [4, *range(600, 622), *range(623, 661)])
+    counts = check_seeds(two_ranks, [4, 7, *range(600, 622), *range(623, 661)])
     assert counts["gradients"] > 10
 
 
