@@ -238,8 +238,8 @@ def test_a_function_with_collectives_of_its_own(pool):
     pool.run(communicates)
 
 
-def compiled(mesh_shape):
-    on = mesh(mesh_shape)
+def compiled():
+    on = mesh((2, 2))
     x, w = made(8, 6).requires_grad_(), made(6, 4, seed=1).requires_grad_()
 
     def program(a, b):
@@ -264,12 +264,8 @@ def compiled(mesh_shape):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="dynamo cannot compare the classes of placements yet")
-@pytest.mark.parametrize(
-    ("workers", "mesh_shape"),
-    [("two_ranks", (2, 1)), pytest.param("pool", (2, 2), marks=[pytest.mark.slow, pytest.mark.sample])],
-)
-def test_it_compiles(request, workers, mesh_shape):
-    request.getfixturevalue(workers).run(compiled, mesh_shape, timeout=120)
+def test_it_compiles(pool):
+    pool.run(compiled, timeout=120)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
