@@ -35,6 +35,10 @@ pytest_plugins = ["shardwise.testing.pytest_plugin"]
 
 gc.disable()  # until all tests are collected: what is made until then stays
 
+# How often the collector looks for garbage afterwards, here and on the ranks. As often as Python says takes a twentieth
+# of a run's processor time; tests that ask whether something is gone collect themselves.
+SELDOM = (10_000, 20, 50)
+
 
 def pytest_configure(config):
     """Import torch where tests run, and register the fixtures of environments.py, which no search path leads to."""
@@ -59,6 +63,7 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*SELDOM)
         gc.enable()
 
 
@@ -83,6 +88,7 @@ def pool(request):
 
     every_day = request.config.option.markexpr == "not slow"
     with WorkerPool(4, start_method="forkserver" if every_day else "spawn") as workers:
+        workers.run(gc.set_threshold, *SELDOM)
         yield workers
 
 
@@ -92,6 +98,7 @@ def two_ranks():
     from shardwise.testing import WorkerPool
 
     with WorkerPool(2, start_method="forkserver") as pool:
+        pool.run(gc.set_threshold, *SELDOM)
         yield pool
 
 

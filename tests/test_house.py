@@ -63,11 +63,13 @@ def part(dotted: str) -> str | None:
 
 def statements(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
     """All nodes; without ``typing`` those that exist at run time: what is under ``if TYPE_CHECKING`` does not."""
-    for node in ast.iter_child_nodes(tree):
+    left = [tree]
+    while left:
+        node = left.pop()
         if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield node
-        yield from statements(node, typing=typing)
+        left += ast.iter_child_nodes(node)
 
 
 def imports(tree: ast.AST, *, typing: bool = True) -> Iterator[str]:
@@ -118,7 +120,7 @@ def operator_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "aten":
             yield f"line {node.lineno}: aten"
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops":
+        elif isinstance(node, ast.Attribute) and node.attr == "ops" and ast.unparse(node) == "torch.ops":
             yield f"line {node.lineno}: torch.ops"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OPERATOR_NAME.fullmatch(node.value):
             yield f"line {node.lineno}: {node.value}"

@@ -52,7 +52,8 @@ def check(ranks, pairs, shape, dtype):
 SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 
 
-SHAPES = [(7, 5), (1, 3), *(pytest.param(shape, marks=SAMPLE) for shape in ((8, 4), (3, 2)))]
+# Every day a rank without elements is among the ranks in an order of their own.
+SHAPES = [(7, 5), *(pytest.param(shape, marks=SAMPLE) for shape in ((1, 3), (8, 4), (3, 2)))]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

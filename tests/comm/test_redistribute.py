@@ -169,7 +169,9 @@ def random_moves(seed, count):
     return wrong
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.sample]) for n in (2, 3))]
+)
 def test_random_walks_come_back_to_the_tensor(pool, seed):
     assert pool.run(random_moves, seed, 40) == [[]] * 4
 
@@ -328,8 +330,8 @@ def staged_pairs(kinds):
     kept, Group._stages = Group._stages, lambda _, __: True
     try:
         for dtype in (torch.float64, torch.complex64, torch.int16):
-            for _, wrong in (all_pairs((4,), (8, 4), dtype, kinds), all_pairs((4,), (5, 3), dtype, kinds)):
-                assert wrong == []
+            for shape in ((8, 4), (5, 3)) if dtype == torch.float64 else ((5, 3),):
+                assert all_pairs((4,), shape, dtype, kinds)[1] == []
     finally:
         Group._stages = kept
 

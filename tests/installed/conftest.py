@@ -14,7 +14,6 @@ def zoo(tmp_path_factory, shardwise_wheel, installed):
         installed.make_wheel(folder, "acme-old", "raise OSError('imported')", group="shardwise.plugins.v0"),
         installed.make_wheel(folder, "acme-coming", "raise OSError('imported')", group="shardwise.plugins.v2"),
     ]
-    env = installed.Environment(folder / "env").install(shardwise_wheel, *wheels)
     # Its requirement does not hold, so pip itself would refuse it; --no-deps is how people get into such a state.
     refused = installed.make_wheel(folder, "acme-new", "raise OSError('imported')", requires=("shardwise>=99",))
-    return env.install("--no-deps", refused)
+    return installed.Environment(folder / "env").install("--no-deps", shardwise_wheel, *wheels, refused)

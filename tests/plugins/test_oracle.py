@@ -33,19 +33,20 @@ def judged(plugin, rule, **options):
     return check_rule(rule, samples, stand_ins=stand_ins, keep_going=True, **options)
 
 
-# Ops of one rule that are judged every day: its rows are the same for all of them. The sample judges the others.
-OPS = 3
+# Ops of one rule that are judged every day, or one of each form: its rows are the same for all of them. The sample
+# judges the others.
+OPS = 2
 
 
 def everyday_ops(rule):
-    """One of each form, functional, in-place and out=, then a second of each, and so on."""
+    """One of each form, functional, in-place and out=, and where there is one form a second op of it."""
     turns = Counter()
     ranked = []
     for op in rule.ops:
         form = {arg.kwarg_only for arg in signature(op).args if arg.written}
         ranked.append((turns[frozenset(form)], op))
         turns[frozenset(form)] += 1
-    return [op for _, op in sorted(ranked, key=lambda one: one[0])[:OPS]]
+    return [op for _, op in sorted(ranked, key=lambda one: one[0])[: max(OPS, len(turns))]]
 
 
 def other_ops(rule):

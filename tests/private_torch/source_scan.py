@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import define
@@ -41,31 +43,33 @@ class Source:
     path: Path
 
     @cached_property
-    def nodes(self) -> list[ast.AST]:
-        return list(ast.walk(ast.parse(self.path.read_text())))
+    def nodes(self) -> dict[type[ast.AST], list[Any]]:
+        """The nodes of each type: a file has thousands, and each question is about a few."""
+        by_type: dict[type[ast.AST], list[Any]] = defaultdict(list)
+        for node in ast.walk(ast.parse(self.path.read_text())):
+            by_type[type(node)].append(node)
+        return by_type
 
     @cached_property
     def imported(self) -> dict[str, str]:
         """Names of this file for modules, and what is in them, with their dotted names."""
         names = {"torch": "torch"}
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                names |= {
-                    a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
-                    for a in node.names
-                }
-            elif isinstance(node, ast.ImportFrom) and node.module:
+        for node in self.nodes[ast.Import]:
+            names |= {
+                a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
+                for a in node.names
+            }
+        for node in self.nodes[ast.ImportFrom]:
+            if node.module:
                 names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         return names
 
     @cached_property
     def defined(self) -> set[str]:
         """Names that this file defines: its functions and classes, their attributes, and its variables."""
-        names = {n.name for n in self.nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-        names |= {n.id for n in self.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        return names | {
-            n.attr for n in self.nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and _is_self(n)
-        }
+        names = {n.name for n in (*self.nodes[ast.FunctionDef], *self.nodes[ast.ClassDef])}
+        names |= {n.id for n in self.nodes[ast.Name] if isinstance(n.ctx, ast.Store)}
+        return names | {n.attr for n in self.nodes[ast.Attribute] if isinstance(n.ctx, ast.Store) and _is_self(n)}
 
     def dotted(self, node: ast.AST) -> str | None:
         """The dotted name of ``a.b.c`` whose first name is imported."""
@@ -75,23 +79,23 @@ class Source:
         return self.imported.get(node.id) if isinstance(node, ast.Name) else None
 
     def imports(self) -> Iterator[str]:
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                yield from (a.name for a in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
+        for node in self.nodes[ast.Import]:
+            yield from (a.name for a in node.names)
+        for node in self.nodes[ast.ImportFrom]:
+            if node.module:
                 yield from (f"{node.module}.{a.name}" for a in node.names)
 
     def names(self) -> Iterator[str]:
         """Private names of torch that are imported, that are written as ``torch.a._b``, or that are strings."""
-        strings = (n.value for n in self.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
-        chains = (self.dotted(n) for n in self.nodes if isinstance(n, ast.Attribute))
+        strings = (n.value for n in self.nodes[ast.Constant] if isinstance(n.value, str))
+        chains = map(self.dotted, self.nodes[ast.Attribute])
         asked = (
             f"{owner}.{n.args[1].value}"
-            for n in self.nodes
-            if isinstance(n, ast.Call) and getattr(n.func, "id", "") in {"getattr", "hasattr", "setattr"}
+            for n in self.nodes[ast.Call]
+            if getattr(n.func, "id", "") in {"getattr", "hasattr", "setattr"}
             if (owner := self.dotted(n.args[0])) and isinstance(n.args[1], ast.Constant)
         )
-        keys = (k.value for n in self.nodes if isinstance(n, ast.Dict) for k in n.keys if isinstance(k, ast.Constant))
+        keys = (k.value for n in self.nodes[ast.Dict] for k in n.keys if isinstance(k, ast.Constant))
         of_cuda = (f"torch.cuda.{key}" for key in keys if isinstance(key, str) and hasattr(torch.cuda, key))
         for name in (*self.imports(), *chains, *strings, *asked, *of_cuda):
             if name and DOTTED.fullmatch(name) and is_private(name) and not is_op(name):
@@ -99,16 +103,19 @@ class Source:
 
     def attributes(self) -> Iterator[str]:
         """Private attributes of objects that the file does not define: ``._schema``. Of modules only torch's."""
-        for node in self.nodes:
-            if isinstance(node, ast.Attribute):
-                known, name = self.dotted(node.value), node.attr
-                is_of_torch = known is None and not _is_self(node) and name not in OURS | self.defined
-                if is_of_torch and not is_op(f"torch.ops.{ast.unparse(node)}"):
-                    yield name
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr", "setattr"}:
+        ours = OURS | self.defined
+        for node in self.nodes[ast.Attribute]:
+            name = node.attr
+            if not name.startswith("_") or name in ours or _is_self(node) or self.dotted(node.value) is not None:
+                continue
+            if not is_op(f"torch.ops.{ast.unparse(node)}"):
+                yield name
+        for node in self.nodes[ast.Call]:
+            called = getattr(node.func, "id", "")
+            if called in {"getattr", "hasattr", "setattr"}:
                 if self.dotted(node.args[0]) is None and isinstance(node.args[1], ast.Constant):
                     yield node.args[1].value
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "replaced":
+            elif called == "replaced":
                 yield from (k.arg for k in node.keywords if k.arg)
 
     def uses(self) -> set[str]:

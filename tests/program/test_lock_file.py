@@ -94,22 +94,14 @@ def test_layers_are_one_pattern():
 
 
 @given(locks())
-def test_what_is_written_is_read(lock):
+def test_what_is_written_is_read_in_whatever_order_rows_come_and_does_not_differ(lock):
     read = parse(lock.text(), "here")
     assert read == lock
     assert read.text() == lock.text()
-
-
-@given(locks())
-def test_the_order_in_which_rows_come_makes_no_difference(lock):
     names = ("program", "mesh_names", "mesh_shape", "plan", "memory")
     again = lock_of(*reversed(lock.rows), **{name: getattr(lock, name) for name in names})
     assert again == lock
     assert again.text() == lock.text()
-
-
-@given(locks())
-def test_a_lock_does_not_differ_from_itself(lock):
     assert changes(lock, lock) == []
     assert memory_changes(lock, lock) == []
     assert list(difference_text(lock, lock)) == []

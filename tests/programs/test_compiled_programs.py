@@ -121,14 +121,14 @@ def test_a_part_that_was_written_back_is_sent_as_it_was_written(two_ranks):
 
 
 def test_compiled_programs_compute_what_one_device_does(two_ranks):
-    check_seeds(two_ranks, [7, 10])  # torch 2.11 to 2.13 compile these
+    check_seeds(two_ranks, [10])  # torch 2.11 to 2.13 compile it
 
 
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.timeout(600)
 def test_a_fixed_sample_of_compiled_programs(two_ranks):
-    counts = check_seeds(two_ranks, [4, *range(600, 661)])
+    counts = check_seeds(two_ranks, [4, 7, *range(600, 661)])
     assert counts["gradients"] > 10
 
 

@@ -86,9 +86,17 @@ def compare_after_a_convolution(name, dtype, mesh_shape, layout, channels_last):
         torch.testing.assert_close(p.grad.full_tensor(), expected[parameter], **close)
 
 
+# Every day sharded channels are in the layers that compute over them; the others take each channel by itself.
+SHARDED_CHANNELS = ((2, 2), [Shard(0), Shard(1)])
+CELLS = [
+    *(pytest.param(name, *layout.values, marks=SAMPLE) for name in AFTER for layout in LAYOUTS[:2]),
+    *(pytest.param(name, *SHARDED_CHANNELS, marks=() if "norm" in name else SAMPLE) for name in AFTER),
+    *((name, *LAYOUTS[3]) for name in AFTER),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=SAMPLE)])
-@pytest.mark.parametrize(("mesh_shape", "layout"), LAYOUTS)
-@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize(("name", "mesh_shape", "layout"), CELLS)
 def test_what_follows_a_convolution_of_channels_last(pool, name, mesh_shape, layout, dtype):
     for channels_last, checked in (("input", False), ("weight", True)):
         pool.run(after_a_convolution, name, dtype, mesh_shape, layout, channels_last, checked)

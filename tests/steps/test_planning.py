@@ -6,7 +6,7 @@ import copy
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -73,16 +73,32 @@ def planned():
     return sw.plan(mlp, (2,), ("tp",), fixed=("parameters",), name="mlp")
 
 
+@cache
+def freely_planned(name):
+    """A plan that places everything, and what its search counted at the peak of a later step."""
+    counted = []
+    accepts = PlanSearch.accepts
+
+    def measured(self, solved, memory):
+        counted.append((memory.later_peak, self._priced.peak(solved.best)))
+        return accepts(self, solved, memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanSearch, "accepts", measured)
+        planned = sw.plan(*PROGRAMS[name])
+    return planned, dict(counted)
+
+
 @pytest.mark.parametrize(
-    ("fixed", "program", "shape", "names"),
+    ("fixed", "name"),
     [
-        pytest.param(fixed, *planned, id=f"{text}-{name}", marks=SAMPLE if (text, name) in OF_THE_SAMPLE else ())
+        pytest.param(fixed, name, id=f"{text}-{name}", marks=SAMPLE if (text, name) in OF_THE_SAMPLE else ())
         for text, fixed in {"weights placed": ("parameters",), "weights free": ()}.items()
-        for name, planned in PROGRAMS.items()
+        for name in PROGRAMS
     ],
 )
-def test_the_rehearsal_issues_what_was_predicted(fixed, program, shape, names):
-    planned = sw.plan(program, shape, names, fixed=fixed)
+def test_the_rehearsal_issues_what_was_predicted(fixed, name):
+    planned = sw.plan(*PROGRAMS[name], fixed=fixed) if fixed else freely_planned(name)[0]
     assert planned.differences == ()
     step = {use: figures for use, figures in planned.collectives.items() if use.phase != "optimizer"}
     assert step == planned.predicted
@@ -143,11 +159,10 @@ def test_free_parameters_cost_no_more_than_placed_ones(unlimited):
     assert unlimited.file.parameters != placed.file.parameters
 
 
-def test_wires_are_those_of_one_plan():
-    before = sw.plan(mlp, (2,), ("tp",), fixed=("parameters",))
+def test_wires_are_those_of_one_plan(planned):
     wired = sw.plan(mlp, (2,), ("tp",), fixed=("parameters",), wires=["ethernet"])
     after = sw.plan(mlp, (2,), ("tp",), fixed=("parameters",))
-    assert before.cost == after.cost != wired.cost
+    assert planned.cost == after.cost != wired.cost
 
 
 class Einsum(nn.Module):
@@ -222,18 +237,7 @@ def test_what_an_op_holds_while_it_runs_is_planned(shape, part):
 
 @pytest.mark.parametrize("name", ["gpt", "gpt on 2x2"])
 def test_the_memory_that_a_plan_counts_is_what_its_rehearsal_holds(name):
-    program, shape, names = PROGRAMS[name]
-    counted = {}
-    accepts = PlanSearch.accepts
-
-    def measured(self, solved, memory):
-        counted[memory.later_peak] = self._priced.peak(solved.best)
-        return accepts(self, solved, memory)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlanSearch, "accepts", measured)
-        sw.plan(program, shape, names)
-    ((later_peak, count),) = counted.items()
+    ((later_peak, count),) = freely_planned(name)[1].items()
     assert count == pytest.approx(later_peak, rel=0.02)
 
 

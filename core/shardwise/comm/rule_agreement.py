@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -163,7 +164,13 @@ def _code(registry: Registry) -> dict[str, str]:
     modules: dict[Origin, list[RuleModule]] = {}
     for module in registry.modules:
         modules.setdefault(module.origin, []).append(module)
-    return {f"modules of {o.plugin}": f"{o}: {', '.join(digests_of_modules(own))}" for o, own in modules.items()}
+    return {f"modules of {o.plugin}": f"{o}: {', '.join(_digests(tuple(own)))}" for o, own in modules.items()}
+
+
+@lru_cache(maxsize=256)
+def _digests(modules: tuple[RuleModule, ...]) -> tuple[str, ...]:
+    """The files are read once: one more mesh has the same rules, and a file that was edited since was not imported."""
+    return tuple(digests_of_modules(modules))
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
