@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,60 @@ def test_a_broken_pyproject_that_does_not_speak_of_shardwise_is_nobodys_error(tm
     for text in ("[tool.other\n", "tool = 3  # not of shardwise\n"):
         (tmp_path / "pyproject.toml").write_text(text)
         assert read_settings({}, tmp_path) == Settings()
+
+
+@pytest.mark.parametrize("where", [".", "below/further"])
+def test_an_unreadable_pyproject_is_named_in_a_warning(where, tmp_path):
+    # Whoever runs the tests may be allowed to read everything, so permissions would not do.
+    (tmp_path / "pyproject.toml").symlink_to("/proc/self/mem")
+    (tmp_path / where).mkdir(parents=True, exist_ok=True)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert read_settings({"SHARDWISE_STRICT": "1"}, tmp_path / where).strict
+    (warning,) = caught
+    assert str(warning.message).startswith(f"{tmp_path / 'pyproject.toml'} cannot be read: [Errno 5]")
+    # Once for a process, which reads its settings some ten times.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_settings({}, tmp_path / where) == Settings()
+
+
+def test_below_an_unreadable_pyproject_a_nearer_one_holds_and_above_it_a_farther_one(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "pyproject.toml").symlink_to("/proc/self/mem")
+    (tmp_path / "pyproject.toml").write_text("[tool.shardwise]\nstrict = true\n")
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert read_settings({}, tmp_path / "a" / "b").strict
+    (tmp_path / "a" / "b" / "pyproject.toml").write_text("[tool.shardwise]\nlearn = true\n")
+    read = read_settings({}, tmp_path / "a" / "b")
+    assert (read.learn, read.strict) == (True, False)
+
+
+def test_a_folder_that_one_may_not_enter(tmp_path, monkeypatch):
+    def forbidden(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", forbidden)
+    with pytest.warns(RuntimeWarning, match="Permission denied"):
+        assert read_settings({}, tmp_path) == Settings()
+
+
+@pytest.mark.parametrize(
+    "text", ["tool.shardwise.strict = true\n[tool", "dependencies = ['shardwise'\n", "\xffshardwise"]
+)
+def test_a_broken_pyproject_that_speaks_of_shardwise_is_named_in_a_warning(text, tmp_path):
+    (tmp_path / "pyproject.toml").write_bytes(text.encode("latin-1"))
+    (tmp_path / "below").mkdir()
+    with pytest.warns(RuntimeWarning, match=re.escape(str(tmp_path / "pyproject.toml"))):
+        assert read_settings({}, tmp_path / "below") == Settings()
+
+
+def test_a_current_folder_that_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.warns(RuntimeWarning, match="the current folder"):
+        assert read_settings({"SHARDWISE_LEARN": "1"}).learn
+    monkeypatch.chdir(tmp_path)
 
 
 def test_everything_in_pyproject(tmp_path):
