@@ -105,6 +105,10 @@ def _load_one(
 def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar: Registrar) -> None:
     name = f"{plugin.origin.distribution}:{plugin.origin.plugin}"
     module = plugin.entry.load()
+    if other := manager.get_name(module):
+        raise LookupError(
+            f"{plugin.entry.value} is the plugin {other.partition(':')[2]} already: a module is one plugin"
+        )
     try:
         manager.register(module, name)
         manager.check_pending()
