@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import settings
 from shardwise.errors import SettingsError
 from shardwise.settings import PREFIX, VARIABLES, Settings, preferred, read_settings
 
@@ -219,3 +220,10 @@ def test_every_variable_that_code_names_is_known():
     texts |= {p: p.read_text() for p in (ROOT / ".ci" / "run", ROOT / "noxfile.py", ROOT / "pyproject.toml")}
     named = {(name, str(p)) for p, text in texts.items() for name in re.findall(rf"\b{PREFIX}[A-Z_]*[A-Z]\b", text)}
     assert not [(name, path) for name, path in sorted(named) if name not in VARIABLES]
+
+
+def test_the_page_on_plugins_has_one_table_with_every_setting():
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    table = page.partition("| environment | pyproject | meaning |\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(SHARDWISE_\w+)=[^`]*` \| `([\w-]+) = ", table, re.MULTILINE)
+    assert dict(rows) == {variable: key for key, (_, _, variable) in settings._KEYS.items()}
