@@ -214,10 +214,13 @@ def test_a_lock_of_a_pyproject_lies_beside_it(tmp_path):
         read_settings({"SHARDWISE_LOCK": " "}, tmp_path)
 
 
-def test_every_variable_that_code_names_is_known():
+def test_every_variable_that_code_and_pages_name_is_known():
     files = [p for part in ("core", "plugins", "plugins_contrib", "tests") for p in (ROOT / part).rglob("*")]
     texts = {p: p.read_text() for p in files if p.suffix in (".py", ".tmpl") and p.is_file() and p != Path(__file__)}
     texts |= {p: p.read_text() for p in (ROOT / ".ci" / "run", ROOT / "noxfile.py", ROOT / "pyproject.toml")}
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    # The one on purpose, of which the page shows the error.
+    texts |= {p: p.read_text().replace("SHARDWISE_PREFR", "") for p in pages}
     named = {(name, str(p)) for p, text in texts.items() for name in re.findall(rf"\b{PREFIX}[A-Z_]*[A-Z]\b", text)}
     assert not [(name, path) for name, path in sorted(named) if name not in VARIABLES]
 
