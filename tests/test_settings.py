@@ -2,10 +2,12 @@
 
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
+from shardwise import settings
 from shardwise.errors import SettingsError
 from shardwise.settings import PREFIX, VARIABLES, Settings, preferred, read_settings
 
@@ -98,6 +100,60 @@ def test_a_broken_pyproject_that_does_not_speak_of_shardwise_is_nobodys_error(tm
         assert read_settings({}, tmp_path) == Settings()
 
 
+@pytest.mark.parametrize("where", [".", "below/further"])
+def test_an_unreadable_pyproject_is_named_in_a_warning(where, tmp_path):
+    # Whoever runs the tests may be allowed to read everything, so permissions would not do.
+    (tmp_path / "pyproject.toml").symlink_to("/proc/self/mem")
+    (tmp_path / where).mkdir(parents=True, exist_ok=True)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert read_settings({"SHARDWISE_STRICT": "1"}, tmp_path / where).strict
+    (warning,) = caught
+    assert str(warning.message).startswith(f"{tmp_path / 'pyproject.toml'} cannot be read: [Errno 5]")
+    # Once for a process, which reads its settings some ten times.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_settings({}, tmp_path / where) == Settings()
+
+
+def test_below_an_unreadable_pyproject_a_nearer_one_holds_and_above_it_a_farther_one(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "pyproject.toml").symlink_to("/proc/self/mem")
+    (tmp_path / "pyproject.toml").write_text("[tool.shardwise]\nstrict = true\n")
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert read_settings({}, tmp_path / "a" / "b").strict
+    (tmp_path / "a" / "b" / "pyproject.toml").write_text("[tool.shardwise]\nlearn = true\n")
+    read = read_settings({}, tmp_path / "a" / "b")
+    assert (read.learn, read.strict) == (True, False)
+
+
+def test_a_folder_that_one_may_not_enter(tmp_path, monkeypatch):
+    def forbidden(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", forbidden)
+    with pytest.warns(RuntimeWarning, match="Permission denied"):
+        assert read_settings({}, tmp_path) == Settings()
+
+
+@pytest.mark.parametrize(
+    "text", ["tool.shardwise.strict = true\n[tool", "dependencies = ['shardwise'\n", "\xffshardwise"]
+)
+def test_a_broken_pyproject_that_speaks_of_shardwise_is_named_in_a_warning(text, tmp_path):
+    (tmp_path / "pyproject.toml").write_bytes(text.encode("latin-1"))
+    (tmp_path / "below").mkdir()
+    with pytest.warns(RuntimeWarning, match=re.escape(str(tmp_path / "pyproject.toml"))):
+        assert read_settings({}, tmp_path / "below") == Settings()
+
+
+def test_a_current_folder_that_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.warns(RuntimeWarning, match="the current folder"):
+        assert read_settings({"SHARDWISE_LEARN": "1"}).learn
+    monkeypatch.chdir(tmp_path)
+
+
 def test_everything_in_pyproject(tmp_path):
     (tmp_path / "pyproject.toml").write_text(
         "[tool.shardwise]\nplugins = ['A_b']\ndisable_plugins = ['c']\nautoload = false\nstrict = true\n"
@@ -158,9 +214,19 @@ def test_a_lock_of_a_pyproject_lies_beside_it(tmp_path):
         read_settings({"SHARDWISE_LOCK": " "}, tmp_path)
 
 
-def test_every_variable_that_code_names_is_known():
+def test_every_variable_that_code_and_pages_name_is_known():
     files = [p for part in ("core", "plugins", "plugins_contrib", "tests") for p in (ROOT / part).rglob("*")]
     texts = {p: p.read_text() for p in files if p.suffix in (".py", ".tmpl") and p.is_file() and p != Path(__file__)}
     texts |= {p: p.read_text() for p in (ROOT / ".ci" / "run", ROOT / "noxfile.py", ROOT / "pyproject.toml")}
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    # The one on purpose, of which the page shows the error.
+    texts |= {p: p.read_text().replace("SHARDWISE_PREFR", "") for p in pages}
     named = {(name, str(p)) for p, text in texts.items() for name in re.findall(rf"\b{PREFIX}[A-Z_]*[A-Z]\b", text)}
     assert not [(name, path) for name, path in sorted(named) if name not in VARIABLES]
+
+
+def test_the_page_on_plugins_has_one_table_with_every_setting():
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    table = page.partition("| environment | pyproject | meaning |\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(SHARDWISE_\w+)=[^`]*` \| `([\w-]+) = ", table, re.MULTILINE)
+    assert dict(rows) == {variable: key for key, (_, _, variable) in settings._KEYS.items()}

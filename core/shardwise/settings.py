@@ -99,6 +99,8 @@ class Settings:
     learn: bool = False
     lock: str | None = None
     sources: Mapping[str, str] = field(factory=dict)
+    # for each pyproject.toml that may have settings and cannot be read: what is wrong, and what to do
+    unread: tuple[tuple[str, str], ...] = field(default=(), eq=False)
 
     def source(self, name: str) -> str:
         """The source of a setting, for a message: the environment variable, or the key and the file."""
@@ -137,7 +139,8 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
             raise _refusal(variable, f"there is no variable {variable!r}", do)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    path, table = _pyproject(Path.cwd() if folder is None else folder)
+    path, table, unread = _pyproject(folder)
+    _warn_of(unread)
     for key, value in table.items():
         name = key.replace("_", "-")
         if name not in _KEYS:
@@ -154,28 +157,57 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
         text = environ.get(variable)
         if text is not None:
             values[attribute], sources[attribute] = parse_value(variable, text), variable
-    return Settings(**values, sources=sources)
+    return Settings(**values, sources=sources, unread=unread)
 
 
-def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
-    """The nearest pyproject.toml with a table for shardwise, from ``folder`` upwards."""
+def _pyproject(folder: Path | None) -> tuple[Path | None, Mapping[str, Any], tuple[tuple[str, str], ...]]:
+    """The nearest pyproject.toml with a table for shardwise, from ``folder`` (default: the current one) upwards, and
+    what is wrong with each one on the way that cannot be read.
+    """
+    try:
+        folder = Path.cwd() if folder is None else folder
+    except OSError as error:
+        return None, {}, (_unread("the current folder", error, "Change to a folder that exists."),)
+    unread = []
     for path in (parent / "pyproject.toml" for parent in (folder, *folder.parents)):
-        if not path.is_file():
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            continue
+        except OSError as error:
+            unread.append(_unread(str(path), error, "Make it readable if it has a table [tool.shardwise]."))
             continue
         try:
-            table = _table(path.read_text(encoding="utf-8"))
-        except OSError:
-            continue
+            table = _table(content.decode())
         except ValueError as error:
-            # A broken file in a folder above belongs to another project, unless it has a table for shardwise.
-            if _HAS_TABLE.search(path.read_bytes()):
+            if _HAS_TABLE.search(content):
                 raise _refusal(str(path), str(error), "Correct the file.") from error
+            # A broken file in a folder above belongs to another project, unless it speaks of shardwise.
+            if b"shardwise" in content:
+                unread.append(_unread(str(path), error, "Correct it if it has settings of shardwise."))
             continue
         if table is not None:
             if not isinstance(table, dict):
                 raise _refusal(str(path), "tool.shardwise is not a table", "Write [tool.shardwise] and keys under it.")
-            return path, table
-    return None, {}
+            return path, table, tuple(unread)
+    return None, {}, tuple(unread)
+
+
+def _unread(where: str, error: Exception, do: str) -> tuple[str, str]:
+    return f"{where} cannot be read: {error}", do
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_of(unread: Iterable[tuple[str, str]]) -> None:
+    """Warn of each once: a process reads its settings some ten times."""
+    for found, do in unread:
+        if (found, do) not in _warned:
+            import warnings  # only here: what is well needs none
+
+            _warned.add((found, do))
+            warnings.warn(f"{found}; shardwise has no settings of it. {do}", RuntimeWarning, stacklevel=3)
 
 
 _HAS_TABLE = re.compile(rb"""\[\s*["']?tool["']?\s*\.\s*["']?shardwise""")

@@ -55,6 +55,15 @@ def test_warnings_fail_when_strict(monkeypatch):
     assert doctor("--strict").exit_code == 1
 
 
+def test_a_pyproject_that_cannot_be_read_is_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").symlink_to("/proc/self/mem")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(RuntimeWarning, match="shardwise has no settings of it"):
+        result, said, do = found("settings")[0]
+    assert (result, said.split(":")[0]) == ("warning", f"{tmp_path / 'pyproject.toml'} cannot be read")
+    assert do.startswith("Make it readable")
+
+
 # -- what it stands on ---------------------------------------------------------------------------------------------
 
 

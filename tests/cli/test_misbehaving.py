@@ -41,6 +41,7 @@ ENDS = {
     "acme-aborts": ("import os\nos.abort()", "crashes the process with signal 6 (SIGABRT) at import"),
     "acme-segfaults": ("import ctypes\nctypes.string_at(0)", "crashes the process with signal 11 (SIGSEGV) at import"),
     "acme-ends": ("import os\nos._exit(3)", "ends the process with exit code 3 at import"),
+    "acme-gives-up": ("raise KeyboardInterrupt", "raises KeyboardInterrupt at import"),
     "acme-stops": ("import os\nos._exit(0)", "ends the process with exit code 0 at import"),
     "acme-loops": (LOOPS, "does not end within 5 s at import"),
     "acme-waits": ("import threading\nthreading.Event().wait()", "does not end within 5 s at import"),
@@ -78,6 +79,12 @@ def test_what_a_crash_wrote_is_shown(install):
     install("acme-aborts", "import os, sys\nprint('no GPU', file=sys.stderr, flush=True)\nos.abort()")
     (facts,) = json.loads(run("plugins", "show", "acme-aborts", "--json").stdout)
     assert "no GPU" in facts["traceback"]
+
+
+def test_the_traceback_of_a_keyboard_interrupt_is_shown(install):
+    install("acme-gives-up", ENDS["acme-gives-up"][0])
+    (facts,) = json.loads(run("plugins", "show", "acme-gives-up", "--json").stdout)
+    assert facts["traceback"].rstrip().endswith("raise KeyboardInterrupt\nKeyboardInterrupt")
 
 
 def test_a_disabled_one_is_not_imported(install, monkeypatch):

@@ -53,8 +53,13 @@ def plain():
 @pytest.mark.parametrize("columns", [40, 60])
 @pytest.mark.parametrize(
     "arguments",
-    [("rehearse", "mine.py:step", "--mesh", "2"), ("coverage", "mine.py:plain", "--all")],
-    ids=lambda a: a[0],
+    [
+        ("rehearse", "mine.py:step", "--mesh", "2"),
+        ("coverage", "mine.py:plain", "--all"),
+        ("explain", "aten.mm", "--mesh", "2x2", "--input", "f32[8,16] S(0),R", "--input", "f32[16,32] R,R"),
+        ("explain", "aten.addmm", "--mesh", "4", *(word for _ in range(3) for word in ("--input", "f32[8,8] P(sum)"))),
+    ],
+    ids=lambda a: "-".join(a[:2]),
 )
 def test_where_a_table_has_no_room_its_rows_are_lists_of_whole_words(tmp_path, monkeypatch, columns, arguments):
     (tmp_path / "mine.py").write_text(PROGRAM)
@@ -69,7 +74,10 @@ def test_where_a_table_has_no_room_its_rows_are_lists_of_whole_words(tmp_path, m
         assert max(map(len, text.splitlines())) <= width
         return {word for word in WORDS.findall(text) if word[0] not in "┏┡└"}
 
-    assert words(columns) <= words(200)
+    wide = words(200)
+    # A path may be longer than a line.
+    long = [word for word in wide if len(word) > 30]
+    assert not [word for word in words(columns) - wide if not any(word in whole for whole in long)]
 
 
 def test_plugins_keep_their_names_and_states(at):

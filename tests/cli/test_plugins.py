@@ -116,6 +116,50 @@ def test_show_tells_all_of_a_plugin(install, source):
     assert "shardwise: aten.mm.default" in output
 
 
+@pytest.mark.parametrize(
+    ("lines", "status", "reason"),
+    [
+        ("[{group}]\nacme = acme mod", "refused", "its entry point acme = acme mod names no module: write it as for"),
+        ("[{group}]\nacme = acme-odd_plugin", "refused", "its entry point acme = acme-odd_plugin names no module"),
+        ("[{group}]\nacme =", "refused", "its entry point acme =  names no module"),
+        ("[{group}]\nacme = acme_odd_plugin:a:b", "refused", "acme_odd_plugin:a:b names no module"),
+        ("[{group}]\n = acme_odd_plugin", "refused", "its entry point for acme_odd_plugin has no name"),
+        (
+            "[shardwise.plugin.v1]\nacme = acme_odd_plugin",
+            "refused",
+            "it registers under shardwise.plugin.v1: plugins ",
+        ),
+        ("[shardwise_plugins]\nacme = acme_odd_plugin", "refused", "plugins register under shardwise.plugins.v1"),
+        ("[shardwise.plugins.v2]\nacme = acme_odd_plugin", "needs upgrade", "upgrade this shardwise"),
+        ("[{group}]\nshardwise-matmul = acme_odd_plugin", "refused", "the name shardwise-matmul, which ships with"),
+        ("[{group}]\nShardwise = acme_odd_plugin", "refused", "which ships with shardwise: choose another"),
+        ("[{group}]\nacme = acme_odd_plugin:nothing", "failed", "has no attribute 'nothing'"),
+        ("[{group}]\nacme = acme_odd_plugin [gpu]", "loaded", ""),
+    ],
+)
+def test_an_entry_point_with_a_slip_is_a_row_that_says_so(install, source, fresh, lines, status, reason):
+    site = install("acme-odd", source())
+    (site / "acme_odd-1.0.dist-info" / "entry_points.txt").write_text(lines.format(group="shardwise.plugins.v1") + "\n")
+    fresh()
+    result = run("plugins", "--json")
+    (row,) = [row for row in json.loads(result.stdout) if row["distribution"] == "acme-odd"]
+    assert row["status"] == status
+    assert reason in row["reason"]
+    assert [row["plugin"] for row in json.loads(result.stdout) if row["status"] == "loaded"][-1] == "shardwise-views"
+
+
+def test_a_distribution_with_two_plugins_of_one_module(install, source, fresh):
+    site = install("acme-two", source())
+    entries = "[shardwise.plugins.v1]\nacme-a = acme_two_plugin\nacme-b = acme_two_plugin\n"
+    (site / "acme_two-1.0.dist-info" / "entry_points.txt").write_text(entries)
+    fresh()
+    rows = {row["plugin"]: row for row in json.loads(run("plugins", "--json").stdout)}
+    assert (rows["acme-a"]["status"], rows["acme-b"]["status"]) == ("loaded", "failed")
+    assert (
+        rows["acme-b"]["reason"] == "LookupError: acme_two_plugin is the plugin acme-a already: a module is one plugin"
+    )
+
+
 def test_show_has_the_traceback_of_a_failure(install):
     install("acme-broken", FAILS)
     output = run("plugins", "show", "acme-broken").output

@@ -75,6 +75,29 @@ def acme(monkeypatch):
     return made
 
 
+def test_what_a_hook_that_watches_raises_names_the_plugin_the_hook_and_the_op(monkeypatch):
+    def watch(plan):
+        raise KeyError("no such metric")
+
+    module = types.ModuleType("acme_watching")
+    module.shardwise_register = hookimpl(lambda: None, specname="shardwise_register")
+    module.shardwise_dispatched = hookimpl(watch, specname="shardwise_dispatched")
+    monkeypatch.setitem(sys.modules, "acme_watching", module)
+    watching = InstalledPlugin(
+        Origin("acme", "acme", "1"), EntryPoint(name="acme", value="acme_watching", group=GROUP), "ready"
+    )
+    registry = Registry()
+    load([watching], registry)
+    (told,) = registry.observers
+    plan = types.SimpleNamespace(schema=types.SimpleNamespace(op=MM))  # what the message is made of
+    with pytest.raises(PluginLoadError) as caught:
+        told(plan)
+    assert caught.value.found == "its hook shardwise_dispatched raised KeyError: 'no such metric'"
+    assert "the plugin acme 1 of a call of aten.mm.default" in caught.value.asked
+    assert "SHARDWISE_DISABLE_PLUGINS=acme" in caught.value.do
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize("name", ["shardwise", "shardwise-matmul", "Shardwise_Conv", "shardwise-fft", "shardwise-core"])
 def test_a_rule_replaces_those_of_a_plugin_or_distribution_also_of_one_that_is_known_and_not_installed(acme, name):
     assert load([acme(name)], Registry())[0].status == "loaded"

@@ -82,6 +82,22 @@ def test_a_plugin_sees_every_dispatch(environment, wheel):
     assert environment(wheel("acme-watch", source)).answer(code) == ["aten.add.Tensor", "aten.relu.default"] * 3
 
 
+def test_what_a_hook_that_watches_raises_names_the_plugin(environment, wheel):
+    source = """
+        from shardwise.hookspecs import hookimpl
+
+        @hookimpl
+        def shardwise_register(registry): ...
+
+        @hookimpl
+        def shardwise_dispatched(plan):
+            raise KeyError("no such metric")
+    """
+    done = environment(wheel("acme-watch", source)).run(START + "    x + x\n")
+    assert "PluginLoadError: tell the plugin acme-watch 1.0 of a call of aten.add.Tensor" in done.stderr
+    assert "its hook shardwise_dispatched raised KeyError: 'no such metric'" in done.stderr
+
+
 def test_neither_pluggy_nor_a_plugin_is_on_the_hot_path(environment, wheel):
     code = (
         START

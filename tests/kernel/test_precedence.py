@@ -50,6 +50,19 @@ def test_two_that_replace_each_other_are_a_conflict():
     assert winner([entry("a", "b"), entry("b", "a")]) is None
 
 
+def test_a_circle_is_a_conflict_that_names_it_and_none_that_it_leaves_out_wins():
+    circle = [entry("a", "b"), entry("b", "c"), entry("c", "a")]
+    assert resolve(MM, (), circle).reason == "a, b, c replace each other in a circle"
+    # It replaces nobody, and nothing says that it should hold.
+    assert winner([*circle, entry("d")]) is None
+    assert resolve(MM, (), [*circle, entry("d")]).reason == "a, b, c replace each other in a circle"
+    # What a member of it replaces is no member.
+    assert resolve(MM, (), [entry("a", "b"), entry("b", "a"), entry("d", "a"), entry("e", "d")]).reason.startswith(
+        "a, b "
+    )
+    assert winner([*circle, entry("d")], [("aten.mm", "d")]) == "d"
+
+
 def test_a_replacement_of_something_else_says_nothing():
     assert winner([entry("a", "c"), entry("b")]) is None
 

@@ -95,6 +95,15 @@ def test_the_list_is_what_exhaustive_search_finds(data):
     assert decision.combinations == len(problem.rows) ** mesh.ndim
 
 
+def test_what_is_printed_of_an_explanation_is_the_call_and_the_choice_in_a_line():
+    mesh = AbstractMesh((2, 2))
+    text = repr(explain(aten.mm.default, spec(mesh, (8, 4), "S(0) R"), spec(mesh, (4, 6), "R P(sum)")))
+    assert text == (
+        "<Explanation of aten.mm.default(self=f32[8,4] [S(0), R], mat2=f32[4,6] [R, P(sum)]) on mesh 2x2: "
+        "shard m | R, sum -> sum; 0 collectives>"
+    )
+
+
 def test_losers_say_what_they_cost_more_and_for_what():
     mesh = AbstractMesh((2, 2))
     (decision,) = explain(aten.mm.default, spec(mesh, (8, 16), "S(0) R"), spec(mesh, (16, 32), "R S(1)")).decisions

@@ -20,6 +20,7 @@ from shardwise.demo.large import placed_step
 from shardwise.errors import CallError, TimelineFileError
 from shardwise.testing import mesh
 from shardwise.tools.rehearse import rehearse
+from shardwise.tools.timeline import Timeline
 from shardwise.tools.trace_file import exposures, read_trace
 
 SMALL = partial(placed_step, layers=2, width=16, heads=4, context=8, batch=8, places_activations=False)
@@ -55,6 +56,10 @@ def events_of(trace, category):
 
 def tracks(trace):
     return {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+
+
+def test_what_is_printed_of_a_timeline_is_a_line():
+    assert repr(Timeline(3)) == "<Timeline of rank 3: 0 collectives and 0 slices of the program recorded>"
 
 
 def test_each_rank_writes_its_file(folder):

@@ -46,17 +46,17 @@ def _call_part(explanation: Explanation, figures: str) -> RenderableType:
     title = Text.assemble((op_name(schema.op), "bold"), f" on mesh {mesh} ({schema.mesh.device_type})")
     facts = Table.grid(padding=(0, 2))
     for name, spec in zip(schema.operand_names, schema.specs, strict=True):
-        facts.add_row(Text(f"  {name}"), Text("-" if spec is None else f"{spec.tensor_meta} {_spec_placements(spec)}"))
+        facts.add_row(Text(name), Text("-" if spec is None else f"{spec.tensor_meta} {_spec_placements(spec)}"))
     tensors = {a.name for a in schema.signature.tensor_args}
     for arg, value in schema.args.items():
         if arg not in tensors and value is not None:
-            facts.add_row(Text(f"  {arg}"), Text(str(value)))
-    facts.add_row(Text("  rule"), Text(explanation.entry.rule.text))
-    facts.add_row(Text("  from"), Text(_source_text(explanation.entry)))
+            facts.add_row(Text(arg), Text(str(value)))
+    facts.add_row(Text("rule"), Text(explanation.entry.rule.text))
+    facts.add_row(Text("from"), Text(_source_text(explanation.entry)))
     for entry in explanation.others:
-        facts.add_row(Text("  not"), Text(_source_text(entry)))
-    facts.add_row(Text("  costs"), Text(figures))
-    return Group(title, facts)
+        facts.add_row(Text("not"), Text(_source_text(entry)))
+    facts.add_row(Text("costs"), Text(figures))
+    return Group(title, Padding(facts, (0, 0, 0, 2)))
 
 
 def _spec_placements(spec: TensorSpec | None) -> str:

@@ -69,6 +69,8 @@ def _settings() -> Iterator[Finding]:
     except SettingsError as error:
         yield Finding("settings", FAILED, f"{error.asked}: {error.found}", error.do)
         return
+    for unread, what_to_do in settings.unread:
+        yield Finding("settings", WARNING, unread, what_to_do)
     for name, where in settings.sources.items():
         yield Finding("settings", OK, f"{name} = {_setting_text(getattr(settings, name))}, from {where}")
     if not settings.sources:

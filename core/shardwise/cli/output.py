@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text, TextType
 
 __all__ = [
@@ -145,18 +146,47 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
 
 
-def _fitting(console: Console, part: RenderableType) -> RenderableType:
-    """A table with room for whole words in every column; its rows as lists where there is none."""
-    options = console.options.update_width(_UNBOUNDED)
-    if not isinstance(part, Table) or Measurement.get(console, options, part).maximum <= console.width:
+def _fitting(console: Console, part: RenderableType, indent: int = 0) -> RenderableType:
+    """A table with room for whole words in every column; its rows as lists where there is none. The tables of a group
+    are fitted one by one; ``indent`` is what is around the part.
+    """
+    if isinstance(part, Group):
+        return Group(*(_fitting(console, inner, indent) for inner in part.renderables))
+    if isinstance(part, Padding):
+        inner = _fitting(console, part.renderable, indent + part.left + part.right)
+        return Padding(inner, (part.top, part.right, part.bottom, part.left))
+    options, room = console.options.update_width(_UNBOUNDED), console.width - indent
+    if not isinstance(part, Table) or (whole := Measurement.get(console, options, part).maximum) <= room:
         return part
-    if Measurement.get(console, options, part).minimum > console.width:
+    least, most = zip(*(_column_widths(console, options, part, column) for column in part.columns), strict=True)
+    around = whole - sum(most)
+    if around + sum(least) > room:
         names = [console.render_str(str(column.header), highlight=False) for column in part.columns]
         return _records(names, list(zip(*(column.cells for column in part.columns), strict=True)), part.title)
-    for column in part.columns:
-        cells = (column.header, *column.cells)
-        column.min_width = max(Measurement.get(console, options, cell).minimum for cell in cells)
+    # rich makes the widest column narrower, also below its longest word, and then cuts off the last ones.
+    for column, width in zip(part.columns, _shared(least, most, room - around), strict=True):
+        column.width, column.overflow = width, "fold"
     return part
+
+
+def _column_widths(console: Console, options: ConsoleOptions, table: Table, column: Column) -> tuple[int, int]:
+    """The width of a column's longest word, and that of its longest cell. A grid folds what is longer than a word."""
+    cells = (column.header, *column.cells) if table.show_header else tuple(column.cells)
+    sizes = [Measurement.get(console, options, cell) for cell in cells]
+    most = max((size.maximum for size in sizes), default=0)
+    if column.no_wrap:
+        return most, most
+    word = max((size.minimum for size in sizes), default=0)
+    return (word if table.show_header else min(word, _LONGEST_WORD)), most
+
+
+def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """Widths from ``least`` to ``most`` that fill the room: the narrowest columns are whole first."""
+    widths = list(least)
+    for n, i in enumerate(sorted(range(len(widths)), key=lambda i: most[i] - least[i])):
+        spare = room - sum(widths)
+        widths[i] += min(most[i] - least[i], spare // (len(widths) - n))
+    return widths
 
 
 def _records(
@@ -171,7 +201,8 @@ def _records(
             table.add_row("", "")
         for name, value in zip(names, row, strict=True):
             if value not in ("", Text("")):
-                table.add_row(name, value)
+                # A mark, such as that of the row that is taken, has no name.
+                table.add_row(*((name, value) if name not in ("", Text("")) else (value, "")))
     return table
 
 

@@ -15,12 +15,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from shardwise.discovery.entry_points import InstalledPlugin, discover
 from shardwise.discovery.loading import load
@@ -44,7 +45,7 @@ class Seen:
     """
 
     end: str = ""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), converter=tuple)
     stderr: str = ""
 
 
@@ -99,7 +100,7 @@ def _listen(pid: int, reading: int, number: int, limit: float) -> tuple[list[See
             if data:
                 deadline = time.monotonic() + limit
                 *lines, text = (text + data).split(b"\n")
-                seen += [Seen(notes=tuple(json.loads(line))) for line in lines if line != b"ready"]
+                seen += [Seen(**json.loads(line)) for line in lines if line != b"ready"]
                 continue
             if status is not None or ready:
                 return seen, status if status is not None else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -191,12 +192,15 @@ def _import_all(plugins: Sequence[InstalledPlugin], writing: int, out: IO[bytes]
     before = os.fstat(out.fileno()).st_size
     for plugin in plugins:
         notes.clear()
-        threads = threading.active_count()
+        threads, end, trace = threading.active_count(), "", ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # What it raises is found again where it is loaded, with its traceback.
-            with suppress(Exception):
+            try:
                 load([plugin], Registry(), strict=False, whole=True)
+            except KeyboardInterrupt:  # nobody interrupts this process, and a program would end of it
+                end, trace = "raises KeyboardInterrupt at import", traceback.format_exc()
+            except Exception:  # noqa: BLE001, S110  # found again where it is loaded, with its traceback
+                pass
         if os.getpid() != mine:  # a plugin has forked, and this is the other one
             os._exit(0)
         with suppress(Exception):
@@ -206,7 +210,7 @@ def _import_all(plugins: Sequence[InstalledPlugin], writing: int, out: IO[bytes]
         told = [f"prints at import: {_first_line(printed)}"] if printed else []
         told += ["starts a process at import"] if notes else []
         told += ["starts a thread at import"] if threading.active_count() > threads else []
-        os.write(writing, json.dumps(told).encode() + b"\n")
+        os.write(writing, json.dumps({"end": end, "notes": told, "stderr": _shortened(trace)}).encode() + b"\n")
 
 
 _PROCESSES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})

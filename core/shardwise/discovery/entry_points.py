@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from importlib.metadata import Distribution, EntryPoint, distributions
@@ -17,6 +18,9 @@ __all__ = ["GROUP", "InstalledPlugin", "discover"]
 
 GROUP = "shardwise.plugins.v1"
 _FAMILY = "shardwise.plugins.v"
+_LIKE_OURS = re.compile(r"shardwise[-._]*plugin", re.IGNORECASE)
+_VALUE = re.compile(r"\w+(\.\w+)*\s*(:\s*\w+(\.\w+)*\s*)?(\[.*\]\s*)?")
+"""A module, an attribute of it and extras, as the specification of entry points has it."""
 
 
 @frozen
@@ -100,7 +104,7 @@ def _copies() -> dict[tuple[str, str, str], list[Copy]]:
     """
     by_name: dict[tuple[str, str, str], list[Copy]] = {}
     for read in distributions():
-        entries = [entry for entry in read.entry_points if entry.group.startswith(_FAMILY)]
+        entries = [entry for entry in read.entry_points if _LIKE_OURS.match(entry.group)]
         # A broken distribution may have no name. To parse metadata takes long, so only that of plugins is parsed.
         if entries and (dist := _Distribution(read)).name:
             name = normalised(dist.name)
@@ -122,11 +126,27 @@ def _status(settings: Settings, plugin: InstalledPlugin, dist: _Distribution) ->
         return "blocked", f"{settings.source('autoload')} is off"
     if settings.plugins is not None and not allowed:
         return "blocked", f"not in {settings.source('plugins')}"
+    if fault := _fault(plugin):
+        return "refused", fault
     if group != GROUP:
         newer = "this shardwise" if _major(group) > _major(GROUP) else "the plugin"
         return "needs upgrade", f"it registers under {group}, this shardwise reads {GROUP}: upgrade {newer}"
     clash = dist.version_clash
     return ("refused", clash) if clash else ("ready", "")
+
+
+def _fault(plugin: InstalledPlugin) -> str:
+    """What is wrong with how an entry point is written; empty if nothing is."""
+    name, value, group = plugin.origin.plugin, plugin.entry.value, plugin.entry.group
+    if not group.startswith(_FAMILY):
+        return f"it registers under {group}: plugins register under {GROUP}"
+    if not name:
+        return f"its entry point for {value} has no name: write acme = {value}"
+    if not _VALUE.fullmatch(value):
+        return f"its entry point {name} = {value} names no module: write it as for import, as in {name} = acme.plugin"
+    if not plugin.first_party and is_first_party(normalised(name)):
+        return f"its entry point has the name {name}, which ships with shardwise: choose another"
+    return ""
 
 
 def _major(group: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pluggy
@@ -18,9 +18,10 @@ from attrs import field, frozen
 
 from shardwise import hookspecs
 from shardwise.discovery.entry_points import InstalledPlugin, discover
-from shardwise.errors import PluginLoadError, RuleError
+from shardwise.errors import PluginLoadError, RuleError, ShardingError
 from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.known_rules import known_names
+from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Failure, Registrar, Registry
 from shardwise.kernel.signature import op_name
@@ -104,6 +105,10 @@ def _load_one(
 def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar: Registrar) -> None:
     name = f"{plugin.origin.distribution}:{plugin.origin.plugin}"
     module = plugin.entry.load()
+    if other := manager.get_name(module):
+        raise LookupError(
+            f"{plugin.entry.value} is the plugin {other.partition(':')[2]} already: a module is one plugin"
+        )
     try:
         manager.register(module, name)
         manager.check_pending()
@@ -118,7 +123,8 @@ def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar:
                     "registers nothing: pass rules to registry.add(...), and return nothing"
                 )
         registrar.links += [_by_position(impl) for impl in _implementations(manager, "shardwise_links", name)]
-        registrar.observers += [_by_position(impl) for impl in _implementations(manager, "shardwise_dispatched", name)]
+        observers = (_by_position(impl) for impl in _implementations(manager, "shardwise_dispatched", name))
+        registrar.observers += [_observer(plugin, observe) for observe in observers]
     except BaseException:
         # pluggy may keep a plugin whose validation failed. A later check would then blame the next plugin.
         if manager.has_plugin(name):
@@ -164,6 +170,26 @@ def _by_position(impl: Any) -> Any:
         return impl.function
     indices = [names.index(argument) for argument in impl.argnames]
     return lambda *args: impl.function(*(args[i] for i in indices))
+
+
+def _observer(plugin: InstalledPlugin, observe: Callable[[Plan], None]) -> Callable[[Plan], None]:
+    """A plugin's hook that watches dispatches; what it raises names the plugin, the hook and the op."""
+
+    def call(plan: Plan) -> None:
+        try:
+            observe(plan)
+        except ShardingError:
+            raise
+        except Exception as error:  # an author's code may raise anything
+            raise PluginLoadError(
+                asked=f"tell the plugin {plugin.origin} of a call of {op_name(plan.schema.op)}",
+                found=f"its hook shardwise_dispatched raised {type(error).__name__}: {error}",
+                do=f"Correct the hook, or disable the plugin with {_disable(plugin)}.",
+                plugin=plugin.origin.plugin,
+                distribution=plugin.origin.distribution,
+            ) from error
+
+    return call
 
 
 def _failed(plugin: InstalledPlugin, error: BaseException, registry: Registry, *, strict: bool) -> Status:

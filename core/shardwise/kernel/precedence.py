@@ -114,6 +114,8 @@ def _by_declaration(op: Op, known: Sequence[Entry]) -> Resolution:
     """The only rule, or the only one that no other rule replaces."""
     if len(known) == 1:
         return Resolution(op, known[0], "the only rule")
+    if circle := _circle(known):
+        return _conflict(op, known, f"{', '.join(e.origin.plugin for e in circle)} replace each other in a circle")
     standing = [e for e in known if not any(e.is_replaced_by(other) for other in known)]
     if len(standing) != 1:
         return _conflict(op, known, "nothing says which one holds")
@@ -124,6 +126,15 @@ def _by_declaration(op: Op, known: Sequence[Entry]) -> Resolution:
             replacers = ", ".join(str(other.origin) for other in known if entry.is_replaced_by(other))
             losers.append((entry, f"replaced by {replacers}"))
     return Resolution(op, winner, f"it declares replaces={winner.replaces!r}", tuple(losers))
+
+
+def _circle(known: Sequence[Entry]) -> Sequence[Entry]:
+    """The entries of which each is replaced by one of them and replaces one of them."""
+    while True:
+        both = [e for e in known if any(e.is_replaced_by(o) for o in known) and any(o.is_replaced_by(e) for o in known)]
+        if len(both) == len(known):
+            return both
+        known = both
 
 
 def _conflict(op: Op, known: Sequence[Entry], reason: str) -> Resolution:

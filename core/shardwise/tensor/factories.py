@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
-from shardwise.errors import LayoutError
+from shardwise.errors import ArgumentError, LayoutError
 from shardwise.kernel.arguments import check_mesh, refuse_argument
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.places import per_mesh_dim
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.distributed import current_mesh
@@ -157,8 +158,7 @@ def randint(
     """Integers from ``low`` (default: 0) to ``high - 1``: ``randint([low,] high, size)``, as ``torch.randint``;
     replicated when no placements are given.
     """
-    *low, high, size = bounds_and_size
-    least = low[0] if low else 0
+    least, high, size = _bounds_and_size(bounds_and_size)
 
     def make(size: Sequence[int], **options: Any) -> torch.Tensor:
         return torch.randint(least, high, tuple(size), **options)
@@ -168,6 +168,25 @@ def randint(
 
     values = _Values(by_place, lambda part, generator: part.random_(least, high, generator=generator))
     return _make(make, size, dtype, layout, device_mesh, placements, values)
+
+
+def _bounds_and_size(given: tuple[Any, ...]) -> tuple[int, int, Any]:
+    """What ``randint`` is called with. Raises :class:`ArgumentError` for what ``torch.randint`` takes neither."""
+    do = "Write randint([low,] high, size), as in randint(10, (8, 4)) or randint(-5, 5, (8, 4))."
+    if not 2 <= len(given) <= 3:  # noqa: PLR2004  # with low and without
+        raise ArgumentError(
+            asked="make a MeshTensor of random integers",
+            found=f"it has {counted(len(given), 'argument')}, not two or three",
+            do=do,
+            argument="size",
+        )
+    *bounds, size = given
+    for name, value in zip(("low", "high")[-len(bounds) :], bounds, strict=True):
+        if not hasattr(value, "__index__"):
+            refuse_argument("make a MeshTensor of random integers", name, value, do)
+    if not isinstance(size, Sequence) or isinstance(size, str):
+        refuse_argument("make a MeshTensor of random integers", "size", size, do)
+    return (bounds[0] if len(bounds) > 1 else 0), bounds[-1], size
 
 
 @traceable

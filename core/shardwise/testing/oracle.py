@@ -26,6 +26,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import make_call, problems
 from shardwise.testing.cases import Listed, Option, list_cases
+from shardwise.testing.given_samples import given_samples, warn_of_large
 from shardwise.testing.judge import judge
 from shardwise.testing.report import Report, RuleRefuted
 from shardwise.testing.samples import Samples, by_op, samples_of
@@ -89,17 +90,29 @@ def check_rule(  # noqa: PLR0913  # keyword-only options of one value
     """
     if not isinstance(rule, (Rule, FullMeshRule)):
         refuse_argument("judge a rule", "rule", rule, "Pass what rule(), rule_from() or full_mesh_rule() returned.")
+    if cases is not None and (type(cases) is not int or cases < 1):
+        refuse_argument("judge a rule", "cases", cases, "Give the most cases per op, a whole number above 0.")
     inside = cases is None if strided is None else strided
-    shapes, run_by = tuple(map(tuple, meshes)), by_op(stand_ins or {})
+    shapes, run_by = _mesh_shapes(meshes), by_op(stand_ins or {})
     settings = _Settings(shapes, cases, seed, run_by, keep_going, trust_results, inside)
     report = Report(rules=1)
     by_overload = by_op(samples or {}) if samples is None or isinstance(samples, Mapping) else samples
     for op in rule.ops:
         with quietly():
-            calls = samples_of(op, by_overload) if isinstance(by_overload, Mapping) else by_overload
-            guessed = isinstance(by_overload, Mapping) and op not in by_overload
+            calls = samples_of(op, by_overload) if isinstance(by_overload, Mapping) else given_samples(op, by_overload)
+        warn_of_large(op, calls)
+        guessed = isinstance(by_overload, Mapping) and op not in by_overload
+        with quietly():
             report += _Hearing(rule, op, settings, guessed).run(calls)
     return report
+
+
+def _mesh_shapes(meshes: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of meshes; raises :class:`ArgumentError` for what is no list of them."""
+    is_list = isinstance(meshes, Sequence) and all(isinstance(shape, Sequence) and shape for shape in meshes)
+    if not is_list or not all(type(size) is int and size > 0 for shape in meshes for size in shape):
+        refuse_argument("judge a rule", "meshes", meshes, f"Give shapes of meshes with sizes above 0, as in {MESHES}.")
+    return tuple(map(tuple, meshes))
 
 
 @contextmanager

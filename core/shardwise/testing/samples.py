@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.kernel.signature import Kind, Op, op_name, signature
 from shardwise.private_torch.ops import OpLike, schema_of
+from shardwise.testing.given_samples import given_samples
 from shardwise.testing.schema_samples import samples_from_schema
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
@@ -37,17 +38,13 @@ def samples_of(op: Op, given: Samples) -> list[Sample]:
     """The calls to judge an op by: its own samples, or those of a related overload, or calls from its schema."""
     by_overload = by_op(given)
     if op in by_overload:
-        return _as_list(by_overload[op])
+        return given_samples(op, by_overload[op])
     # A related op differs only in writing in place or with ``out=``.
     relative = next((other for other in by_overload if _family(op) == _family(other)), None)
     # Wrong sizes crash some of torch's own kernels, so their calls are guessed with more care.
     guess = generic_samples if op.namespace == "aten" else samples_from_schema
-    base = _as_list(by_overload[relative]) if relative is not None else guess(op)
+    base = guess(op) if relative is None else given_samples(relative, by_overload[relative])
     return [sample for call in base if (sample := _with_out(op, call)) is not None]
-
-
-def _as_list(samples: Callable[[], Sequence[Sample]] | Sequence[Sample]) -> list[Sample]:
-    return list(samples() if callable(samples) else samples)
 
 
 def _family(op: Op) -> tuple[Any, ...]:

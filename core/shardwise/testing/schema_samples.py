@@ -47,6 +47,7 @@ _FREE = 3
 _MOST_COMBINATIONS = 200
 _MOST_FORMS = 6
 _LIST = 2
+_OTHER_DTYPES = (*DTYPES[1:], torch.complex64)
 
 
 @frozen
@@ -80,7 +81,7 @@ def samples_from_schema(
         # First all tensors of one shape, in many sizes. Then patterns of named sizes, unless ``one_shape`` is enough.
         count = len(filler.tensors)
         plain = [form for shape in SHAPES if filler.find(form := _Form((shape,) * count, plain=True), {}) is not None]
-        dtypes = [evolve(plain[0], dtype=dtype, plain=False) for dtype in DTYPES[1:]] if plain else []
+        dtypes = [evolve(plain[0], dtype=dtype, plain=False) for dtype in _OTHER_DTYPES] if plain else []
         turned = [evolve(form, turned=True) for form in plain[:1]]
         patterns = [] if plain and one_shape else _accepted_patterns(filler, known=bool(plain))
         patterned = [_sized(names, indices, sizes) for names, indices in patterns for sizes in _SIZES]

@@ -41,6 +41,7 @@ def made(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0
     if dtype == torch.bool:
         return torch.rand(tuple(shape), generator=generator) < 0.5  # noqa: PLR2004
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+        drawn = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(tuple(shape), generator=generator, dtype=drawn).to(dtype)
     low = 0 if dtype == torch.uint8 else -5
     return torch.randint(low, 6, tuple(shape), generator=generator).to(dtype)

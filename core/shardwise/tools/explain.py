@@ -26,7 +26,8 @@ from shardwise.errors import CallError, MeshMismatchError, NoStrategyError
 from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
-from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.placements import REPLICATE, show
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import FullMeshRule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
@@ -109,7 +110,7 @@ class Redistribution:
         return in_path(self.source, self.path, self.operand)
 
 
-@frozen
+@frozen(repr=False)
 class Explanation:
     """What happens to one call, and why.
 
@@ -128,6 +129,19 @@ class Explanation:
     results: tuple[TensorSpec | None, ...]
     parts: tuple[Explanation, ...] = ()
     after: tuple[Redistribution, ...] = ()
+
+    def __repr__(self) -> str:
+        """The call and what was chosen, in a line; `shardwise explain` prints all of it."""
+        operands = ", ".join(
+            f"{name}={spec.tensor_meta} [{', '.join(map(show, spec.placements))}]"
+            for name, spec in zip(self.schema.operand_names, self.schema.specs, strict=True)
+            if spec is not None
+        )
+        rows = "; ".join(" | ".join(decision.chosen.names) for decision in self.decisions)
+        runs = rows or (f"runs as {counted(len(self.parts), 'call')}" if self.parts else "no choice")
+        sent = counted(len(self.collectives), "collective")
+        mesh = "x".join(map(str, self.schema.mesh.shape))
+        return f"<Explanation of {op_name(self.schema.op)}({operands}) on mesh {mesh}: {runs}; {sent}>"
 
     @property
     def collectives(self) -> list[Collective]:

@@ -89,7 +89,7 @@ def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) 
         target.write_text(json.dumps(recorder.trace()), encoding="utf-8")
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Timeline:
     """What one rank records; it has nothing on a rank that does not record."""
 
@@ -106,6 +106,11 @@ class Timeline:
     _segment: tuple[str, float] | None = None
     _zero: float = 0.0
     _thread: int = field(factory=threading.get_ident)
+
+    def __repr__(self) -> str:
+        kind = "rehearsed" if self.is_rehearsal else "recorded"
+        flights, slices = counted(len(self.flights), "collective"), counted(len(self.slices), "slice")
+        return f"<Timeline of rank {self.rank}: {flights} and {slices} of the program {kind}>"
 
     def exposures(self) -> list[WaitedFor]:
         """What the program waited for, site by site, the longest waits first: the rows of ``shardwise timeline``."""
