@@ -415,7 +415,11 @@ def test_an_op_that_is_left_out_for_a_reason_is_no_warning_but_all_of_them_are_a
     [
         ("raise OSError('gone')", "samples", "OSError: gone"),
         ("SAMPLES = 3", "samples", "SAMPLES is a int, not a mapping"),
-        (SAMPLES.replace("torch.randn(5, 7)", "no_such_name"), "oracle", "raise NameError"),
+        (
+            SAMPLES.replace("torch.randn(5, 7)", "no_such_name"),
+            "oracle",
+            "the function of its samples raised NameError",
+        ),
     ],
 )
 def test_samples_that_cannot_be_read(checkout, quick, samples, check, words):
@@ -451,7 +455,7 @@ def test_a_finding_is_one_line_and_all_of_it_in_json(checkout, quick):
     samples = "import torch\nfrom {package} import ops\nSAMPLES = {{torch.ops.{package}.scaled.default: calls}}\n"
     folder = checkout(samples=raising + samples)
     output = run(folder).output
-    assert "raise OSError: first" in output
+    assert "raised OSError: first" in output
     assert "second" not in output
     assert "first\nsecond" in report_of(folder, exit_code=1)["oracle"]
 

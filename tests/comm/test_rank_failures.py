@@ -358,6 +358,22 @@ def test_an_error_that_nobody_catches_ends_the_other_process(failing: int) -> No
 
 # -- programs that do not wait when another rank fails ----------------------------------------------------------------
 
+
+def fails() -> None:
+    raise ValueError("of the first run")
+
+
+def looks_and_meets() -> float:
+    time.sleep(1.5 + torch.distributed.get_rank())  # a thread looks for ranks that have ended, and one that waits looks
+    return float(sharded(torch.ones(2)).sum().full_tensor())
+
+
+def test_an_error_that_ended_one_run_of_a_pool_is_over_in_the_next(pair: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="of the first run"):
+        pair.run(fails, timeout=60)
+    assert pair.run(looks_and_meets, timeout=60) == [4.0, 4.0]
+
+
 BUSY = """
 import sys, time
 import torch

@@ -19,7 +19,7 @@ from shardwise.cli.plugin_states import load_each, readable_settings
 from shardwise.cli.subject import PluginToCheck
 from shardwise.discovery.entry_points import GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
-from shardwise.errors import PluginLoadError
+from shardwise.errors import PluginLoadError, RuleError
 from shardwise.kernel.first_party import PROJECT
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import Origin, resolve
@@ -187,6 +187,9 @@ def judge_rules(
             tell(done, len(rules))
         try:
             report = check_rule(rule, given.samples, stand_ins={**given.stand_ins}, cases=cases, keep_going=True)
+        except RuleError as error:
+            findings.append(Finding("oracle", FAILED, f"{_rule_title(rule)}: {error.found}", error.do))
+            continue
         except Exception as error:  # noqa: BLE001  samples and stand-ins are a plugin's functions
             found = f"{_rule_title(rule)}: its samples raise {type(error).__name__}: {error}"
             findings.append(Finding("oracle", FAILED, found, "Correct SAMPLES or STAND_INS."))

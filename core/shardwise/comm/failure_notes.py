@@ -170,7 +170,11 @@ class World:
                 self.store.add(f"{self.prefix}/notes", 1)
             if note is not None and note.is_final:
                 with suppress(NotImplementedError):  # by stores of files
-                    self.store.append(f"{self.prefix}/final", f"{json.dumps([self.rank, asdict(note)])}\n")
+                    self.store.append(self.final_key(), f"{json.dumps([self.rank, asdict(note)])}\n")
+
+    def final_key(self) -> str:
+        """The key that has the notes of ranks that will not go on; another one after all ranks have started anew."""
+        return f"{self.prefix}/final/{self.epoch}"
 
     def store_is_gone(self) -> bool:
         """Whether the store has ended with the process of a rank that failed. Asked then, torch shows its stack."""
@@ -181,11 +185,12 @@ class World:
 
         One question to the store, however many ranks there are.
         """
+        key = self.final_key()
         with suppress(RuntimeError):
-            if not self.final and self.store.check([f"{self.prefix}/final"]):
-                for line in self.store.get(f"{self.prefix}/final").decode().splitlines():
-                    rank, note = json.loads(line)
-                    self.final.setdefault(rank, Note(**note))
+            if not self.final and self.store.check([key]):
+                lines = [json.loads(line) for line in self.store.get(key).decode().splitlines()]
+                if key == self.final_key():  # the program's thread may have started anew meanwhile
+                    self.final = {rank: Note(**note) for rank, note in lines}
         return bool(self.final)
 
     def let_others_read(self, number: int) -> None:
@@ -245,6 +250,7 @@ class World:
     def forget_calls(self) -> None:
         """Count calls from the beginning; every rank does this after the same calls."""
         self.epoch += 1
+        self.final = {}
         for log in self.logs.values():
             log.start_anew(self.epoch)
 
