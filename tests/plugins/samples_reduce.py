@@ -242,7 +242,7 @@ SAMPLES = {
     aten.logcumsumexp.default: ints(
         (BF16, C64), keepdim=False, more=[((INF, 0), {}), ((INF, 1), {}), ((LOW, 0), {}), ((NAN, 1), {})]
     ),
-    aten.hash_tensor.default: lists(),
+    aten.hash_tensor.default: lambda: [(args[:2], {"keepdim": args[2:] == (True,)}) for args, _ in lists()()],
     aten.hash_tensor.out: with_out(listed, aten.hash_tensor.default, torch.uint64),
     aten.sort.default: ranked(),
     aten.sort.stable: lambda: [
