@@ -387,8 +387,13 @@ x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.S
 x.sum().full_tensor()
 
 def slow_compiler(graph, _):
-    for second in range(100):
-        time.sleep(1.0)
+    for tries in range(2):
+        try:
+            for second in range(100):
+                time.sleep(1.0)
+        except RuntimeError:  # compilers take errors for passes that do not apply
+            if tries:
+                raise
     return graph
 
 if rank == failing:

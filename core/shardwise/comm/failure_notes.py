@@ -156,6 +156,7 @@ class World:
     processes: dict[int, Any] = field(factory=dict)  # of the other ranks of this host: see gone_processes
     joined: frozenset[int] = frozenset()  # the ranks, of all hosts, that have said which process they are
     looks: int = 0  # of the thread that looks for failures
+    compiles: dict[int, Any] = field(factory=dict)  # by thread that has been told to stop, the frame of its compiler
     final: dict[int, Note] = field(factory=dict)  # by the rank that wrote it: the store may end with a rank's process
 
     def write(self, note: Note | None) -> None:

@@ -9,22 +9,39 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from types import FrameType
 
 from shardwise.comm.failure_notes import World
 from shardwise.errors import RankFailedError
-from shardwise.private_torch.compiling import compiles
+from shardwise.private_torch.compiling import compiling_frame
 
 __all__ = ["stop_compiling"]
 
 
 def stop_compiling(world: World) -> None:
-    """Where a thread of this rank compiles: give up because of the rank that has failed, and have the thread raise."""
-    failed = next((note for rank, note in world.final.items() if rank != world.rank and note.message), None)
-    threads = [thread for thread, frame in sys._current_frames().items() if compiles(frame)]  # noqa: SLF001  # documented
-    if failed is not None and threads:
+    """Where a thread of this rank compiles: give up because of the rank that has failed, and have the thread raise.
+
+    To be called again while ``world.compiles`` has threads: a compiler may take an error for a pass that does not
+    apply, and go on.
+    """
+    at_work = _at_work()
+    if world.failure is None:
+        failed = next((note for rank, note in world.final.items() if rank != world.rank and note.message), None)
+        if failed is None or not at_work:
+            return
+        world.compiles = at_work
         world.give_up(failed)
-        for thread in threads:
-            _raise_in(thread, failed.error(""))
+    # What a program that has caught the error compiles next is its own affair.
+    world.compiles = {thread: frame for thread, frame in world.compiles.items() if at_work.get(thread) is frame}
+    for thread in world.compiles:
+        assert world.failure is not None
+        _raise_in(thread, world.failure.error(""))
+
+
+def _at_work() -> dict[int, FrameType]:
+    """By thread that compiles, the outermost frame of its compiler."""
+    frames = sys._current_frames()  # noqa: SLF001  # documented
+    return {thread: frame for thread in frames if (frame := compiling_frame(frames[thread])) is not None}
 
 
 def _raise_in(thread: int, error: BaseException) -> None:

@@ -132,6 +132,9 @@ def look_for_failures() -> None:
             if world is not None and world.failure is None and (look is _look or not world.store_is_gone()):
                 with suppress(Exception):  # a watcher that ends would leave the next wait alone
                     look(world, time.monotonic())
+        if world is not None and world.compiles:
+            time.sleep(_APART * TICK)
+            stop_compiling(world)
 
 
 def _awaited(world: World, now: float) -> set[int]:

@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["compiles"]
+__all__ = ["compiling_frame"]
 
 _TORCH = Path(torch.__file__).parent
 # Functions in which a compiler is at work: Dynamo's for a frame of Python, Inductor's for a graph. That of the backward
@@ -20,10 +20,11 @@ _COMPILERS = {
 }
 
 
-def compiles(frame: FrameType | None) -> bool:
-    """Whether the thread whose innermost frame this is compiles something."""
+def compiling_frame(innermost: FrameType | None) -> FrameType | None:
+    """The outermost frame of a compiler in the thread with this innermost frame; None where it compiles nothing."""
+    outermost, frame = None, innermost
     while frame is not None:
         if (frame.f_code.co_filename, frame.f_code.co_name) in _COMPILERS:
-            return True
+            outermost = frame
         frame = frame.f_back
-    return False
+    return outermost
