@@ -11,7 +11,7 @@ from torch.library import custom_op
 
 from shardwise.errors import RuleError
 from shardwise.testing import made, samples_from_schema
-from shardwise.testing.samples import samples_of
+from shardwise.testing.samples import samples_of, without_complex
 from shardwise.testing.schema_samples import accepts, lacks_fake
 
 aten = torch.ops.aten
@@ -139,3 +139,25 @@ def test_an_op_that_cannot_tell_its_results_without_data_lacks_a_fake():
     torch.library.register_fake(op, torch.empty_like, lib=library)
     assert not lacks_fake(op, samples_from_schema(op))
     assert not lacks_fake(aten.nonzero.default, [((made((3,)),), {})])
+
+
+@custom_op("kit_schema::turned", mutates_args=())
+def turned(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+@turned.register_fake
+def _(x, by):
+    return torch.empty_like(x)
+
+
+def test_guessed_calls_have_complex_numbers_and_those_for_gradients_only_where_an_op_takes_nothing_else():
+    def complex_ones(op, **options):
+        return [args[0].is_complex() for args, _ in samples_of(op, {}, **options)]
+
+    op = torch.ops.kit_schema.turned.default
+    assert 0 < sum(complex_ones(op)) < len(complex_ones(op))
+    assert not any(complex_ones(op, guess_complex=False))
+    assert len(complex_ones(op, guess_complex=False)) == complex_ones(op).count(False)
+    only = [((made((2,), torch.complex64),), {})]
+    assert without_complex(only) is only

@@ -18,7 +18,7 @@ from shardwise.private_torch.ops import OpLike
 from shardwise.testing.on_ranks import CaseOutcome, RealCase, run_cases
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.report import RuleRefuted
-from shardwise.testing.samples import Samples, by_op, samples_of
+from shardwise.testing.samples import Samples, by_op, samples_of, without_complex
 from shardwise.testing.schema_samples import samples_from_schema
 from shardwise.testing.subject import Plugin, subject_of
 from shardwise.testing.values import Sample, one_op
@@ -105,15 +105,16 @@ def check_gradients(
 def _sample_lists(op: Op, samples: Sequence[Sample] | Samples | None) -> Iterator[list[Sample]]:
     """Lists of samples to try, until one has a call that runs.
 
-    Guessed tensors have one shape at first: an op may broadcast by accident, and then its backward does not.
+    Guessed tensors have one shape at first: an op may broadcast by accident, and then its backward does not. They are
+    real: a backward that was written for real numbers has no conjugates, and is right where it is used.
     """
     if samples is not None and not isinstance(samples, Mapping):
         yield list(samples)
         return
     by_overload = by_op(samples or {})
     if op not in by_overload:
-        yield samples_from_schema(op, one_shape=True)
-    yield samples_of(op, by_overload)
+        yield without_complex(samples_from_schema(op, one_shape=True))
+    yield samples_of(op, by_overload, guess_complex=False)
 
 
 def _refutation(op: Op, sample: Sample, case: RealCase, outcome: CaseOutcome, found: str) -> GradientRefuted:

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Kind, Op, op_name, signature
 from shardwise.private_torch.ops import OpLike, schema_of
 from shardwise.testing.given_samples import given_samples
 from shardwise.testing.schema_samples import samples_from_schema
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
-__all__ = ["Sample", "Samples", "by_op", "generic_samples", "made", "out_variants", "samples_of"]
+__all__ = ["Sample", "Samples", "by_op", "generic_samples", "made", "out_variants", "samples_of", "without_complex"]
 
 T = TypeVar("T")
 
@@ -34,8 +35,11 @@ def by_op(given: Mapping[OpLike, T]) -> dict[Op, T]:
     return {one_op(key, "read samples"): value for key, value in given.items()}
 
 
-def samples_of(op: Op, given: Samples) -> list[Sample]:
-    """The calls to judge an op by: its own samples, or those of a related overload, or calls from its schema."""
+def samples_of(op: Op, given: Samples, *, guess_complex: bool = True) -> list[Sample]:
+    """The calls to judge an op by: its own samples, or those of a related overload, or calls from its schema.
+
+    With ``guess_complex=False`` calls from the schema have no complex numbers, unless the op takes nothing else.
+    """
     by_overload = by_op(given)
     if op in by_overload:
         return given_samples(op, by_overload[op])
@@ -43,8 +47,16 @@ def samples_of(op: Op, given: Samples) -> list[Sample]:
     relative = next((other for other in by_overload if _family(op) == _family(other)), None)
     # Wrong sizes crash some of torch's own kernels, so their calls are guessed with more care.
     guess = generic_samples if op.namespace == "aten" else samples_from_schema
-    base = guess(op) if relative is None else given_samples(relative, by_overload[relative])
+    if relative is not None:
+        base = given_samples(relative, by_overload[relative])
+    else:
+        base = guess(op) if guess_complex else without_complex(guess(op))
     return [sample for call in base if (sample := _with_out(op, call)) is not None]
+
+
+def without_complex(samples: list[Sample]) -> list[Sample]:
+    """The samples that have no complex numbers; all of them if each has."""
+    return [sample for sample in samples if not any(t.is_complex() for t in tensors_in(sample))] or samples
 
 
 def _family(op: Op) -> tuple[Any, ...]:
