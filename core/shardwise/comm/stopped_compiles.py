@@ -26,11 +26,12 @@ def stop_compiling(world: World) -> None:
     """
     at_work = _at_work()
     if world.failure is None:
-        failed = next((note for rank, note in world.final.items() if rank != world.rank and note.message), None)
+        failed = next((note for rank, note in world.final.items() if rank != world.rank), None)
         if failed is None or not at_work:
             return
         world.compiles = at_work
         world.give_up(failed)
+        at_work = _at_work()  # to give up takes its time, and a thread may have finished
     # What a program that has caught the error compiles next is its own affair.
     world.compiles = {thread: frame for thread, frame in world.compiles.items() if at_work.get(thread) is frame}
     for thread in world.compiles:
