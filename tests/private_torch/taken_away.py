@@ -123,6 +123,25 @@ def compiled() -> list[float]:
     return totals
 
 
+def held_from_before() -> float:
+    """Compiled code that uses a parameter from before ``distribute_module``."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    weight = model.weight
+    mesh = init_device_mesh("cpu", (2,))
+    sw.distribute_module(model, mesh, {"weight": [sw.Shard(0)]})
+    x = sw.distribute_tensor(torch.ones(4, 3), mesh)
+    try:
+        torch.compile(lambda x: (x @ weight.t()).sum(), backend="aot_eager")(x).backward()
+    except torch._dynamo.exc.InternalTorchDynamoError as error:
+        raise error.__context__ from None  # dynamo makes an error of its own of each
+    return model.weight.grad.full_tensor().sum().item()
+
+
 def half_used() -> list[float]:
     """The gradient of a compiled function of which one result is not used."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -437,6 +456,10 @@ ERROR_OF_TORCH = Case(
 
 # An error where the part is needed.
 ERRORS = [
+    *(
+        Case((n,), partial(on_two_ranks, held_from_before), take=hide)
+        for n in ("torch._dynamo.variables.builder.VariableBuilder.wrap_tensor", "torch._dynamo.source.AttrSource")
+    ),
     Case((f"{C}._current_autograd_node",), shelf("autograd_nodes", "running_node")),
     Case((f"{C}._will_engine_execute_node",), in_a_hook(shelf("dispatch", "leaf_to_accumulate"))),
     Case(

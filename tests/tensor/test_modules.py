@@ -302,33 +302,6 @@ def test_parameters_that_a_module_keeps_twice_are_the_new_ones(two_ranks):
     two_ranks.run(kept_twice)
 
 
-def kept_elsewhere():
-    mesh = on_two()
-    x = sw.distribute_tensor(torch.ones(3, 4, dtype=torch.float64), mesh, [R])
-    model = small()
-    old = model[0].weight
-    before = x @ old.detach().t()
-    uses = {
-        "itself": lambda: x @ old.t(),
-        "made of it": lambda: x @ (old * 2).t(),
-        "in a list": lambda: torch.cat([x, old]),
-    }
-    uses["itself"]()  # it is known to the handlers now
-    sw.distribute_module(model, mesh, PATTERNS)
-    for use in uses.values():
-        with pytest.raises(
-            PlainTensorError, match=r"of shape \(6, 4\) that distribute_module has replaced.*would not learn"
-        ):
-            use()
-    with torch.no_grad():  # to compare with is no learning
-        torch.testing.assert_close(uses["itself"]().full_tensor(), before.full_tensor())
-        assert torch.equal(old, model[0].weight.full_tensor())
-
-
-def test_a_replaced_parameter_that_a_program_still_trains_is_refused(two_ranks):
-    two_ranks.run(kept_elsewhere)
-
-
 def tied_over_modules():
     mesh = on_two()
     first, second = small(), small()

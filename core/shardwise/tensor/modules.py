@@ -16,7 +16,7 @@ from shardwise.comm.layout_agreement import agree_on_plan
 from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.engine.replaced_parameters import new_of, note_replaced
+from shardwise.engine.replaced_parameters import new_of
 from shardwise.errors import ArgumentError, LayoutError, PlanError, PlanFitError, PlanFitWarning
 from shardwise.kernel.arguments import check_function, check_mesh, check_module, refuse_argument
 from shardwise.kernel.placements import Placement
@@ -30,7 +30,7 @@ from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward, take_unplaced
 from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
-from shardwise.tensor.replaced import attach_as_before, replace_in_attributes
+from shardwise.tensor.replaced import replace, replace_in_attributes
 
 __all__ = ["at_module", "distribute_module"]
 
@@ -62,8 +62,9 @@ def distribute_module(
     that fits nothing is left out, each with a :class:`PlanFitWarning`; else they are errors.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
     may leave the module out. Tied parameters stay tied, hooks on gradients and attributes of a parameter move to the
-    new one; a gradient that it has already does not. Tensors that the forward pass makes lie on the mesh
-    (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
+    new one; a gradient that it has already does not. What a program holds of the old parameters and buffers, in an
+    optimizer, a list or a closure, stands for the new ones from here on. Tensors that the forward pass makes lie on the
+    mesh (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
     passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
 
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
@@ -213,10 +214,11 @@ def _replace_tensors(
             if isinstance(tensor, MeshTensor) and id(tensor) in placed_here:
                 continue  # before by_id is asked: the id may be that of an old tensor that is gone
             is_known = id(tensor) in by_id
-            if isinstance(tensor, MeshTensor) and not is_known and not take_unplaced(tensor, mesh):
+            earlier = None if is_known else new_of(tensor)  # tied to a parameter of a module that was placed before
+            is_placed = earlier is None and not is_known and isinstance(tensor, MeshTensor)
+            if is_placed and not take_unplaced(tensor, mesh):
                 check_placed(name, tensor, mesh, patterns)
                 continue
-            earlier = None if is_known else new_of(tensor)  # tied to a parameter of a module that was placed before
             if earlier is not None:
                 check_placed(name, earlier, mesh, patterns)
                 by_id[id(tensor)] = earlier
@@ -225,8 +227,7 @@ def _replace_tensors(
                 by_id[id(tensor)] = _placed(tensor, mesh, places, src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
                 if by_id[id(tensor)] is not tensor:
-                    note_replaced(tensor, by_id[id(tensor)])
-                    attach_as_before(tensor, by_id[id(tensor)])
+                    replace(tensor, by_id[id(tensor)])
                 name_tensor(by_id[id(tensor)], name)
                 if in_force.decisions is not None:
                     tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
@@ -237,10 +238,7 @@ def _placed(tensor: Any, mesh: DeviceMesh, places: Sequence[Placement], src_data
     """A leaf with these placements, of a plain tensor or of one that was made on the mesh: the same on every rank."""
     if not isinstance(tensor, MeshTensor):
         return distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
-    if tensor.placements == tuple(places):
-        return tensor
-    values: Any = tensor.detach()
-    moved: MeshTensor = values.redistribute(mesh, places)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(moved, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
-    return moved.requires_grad_(tensor.requires_grad)
+    if tensor.placements != tuple(places):
+        values: Any = tensor.detach()
+        tensor.data = values.redistribute(mesh, places)  # it stays the object that it is
+    return tensor

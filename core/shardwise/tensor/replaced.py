@@ -14,16 +14,28 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from shardwise.engine.replaced_parameters import new_of, some_are_left
+from shardwise.engine.replaced_parameters import new_of, note_replaced, some_are_left
 from shardwise.private_torch.autograd_nodes import hooks_of
+from shardwise.tensor.forwarded import forward_to
 
-__all__ = ["attach_as_before", "replace_in_attributes", "take_new_parameters"]
+__all__ = ["replace", "replace_in_attributes", "take_new_parameters"]
 
 _OURS = ("_spec", "_local_tensor", "_shardwise")  # how attributes begin that say how a MeshTensor lies
-_OURS_TOO = ("shardwise.tensor.leaf_grads", "shardwise.engine.plain_tensors")  # hooks that give a gradient its layout
+_OURS_TOO = (  # hooks that give a gradient its layout, or refuse it
+    "shardwise.tensor.leaf_grads",
+    "shardwise.engine.plain_tensors",
+    "shardwise.tensor.forwarded",
+)
 
 
-def attach_as_before(old: torch.Tensor, new: Any) -> None:
+def replace(old: torch.Tensor, new: Any) -> None:
+    """Have a new parameter stand where an old one did: in what was attached to it, and for those who hold it."""
+    _attach_as_before(old, new)
+    note_replaced(old, new)
+    forward_to(old, new)
+
+
+def _attach_as_before(old: torch.Tensor, new: Any) -> None:
     """Give a parameter the hooks on the gradient of the one that it replaces, and the attributes that others set."""
     for name, value in vars(old).items():
         if not name.startswith(_OURS):
