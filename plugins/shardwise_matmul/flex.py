@@ -293,9 +293,21 @@ def _run(
     if not query.numel():
         out, logsumexp, largest = _results(query, value)
         return out, logsumexp.fill_(-torch.inf), largest.fill_(-torch.inf)
+    query, key, value = map(_from_its_start, (query, key, value))
+    mask = tuple(_from_its_start(part) if isinstance(part, Tensor) else part for part in mask)
     results: tuple[Tensor, Tensor, Tensor]
     results = FORWARD(query, key, value, functions.score, *_arguments(functions, mask, scale, captured))
     return results
+
+
+def _from_its_start(tensor: Tensor) -> Tensor:
+    """On a CPU, a copy of a tensor that begins inside its memory.
+
+    Inductor's CPU kernel reads the memory of such a view of its graph from the start (torch 2.13): other numbers.
+    """
+    offset = tensor.storage_offset()
+    begins_inside = isinstance(offset, torch.SymInt) or offset != 0
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_cpu and begins_inside else tensor
 
 
 def _run_backward(

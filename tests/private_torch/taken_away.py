@@ -142,6 +142,20 @@ def held_from_before() -> float:
     return model.weight.grad.full_tensor().sum().item()
 
 
+def refused_while_compiled() -> bool:
+    """Whether the error that compiled code meets says what to do; by which class is another matter."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+
+    x = sw.distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)))
+    try:
+        torch.compile(lambda x: x.redistribute(placements=[sw.Shard(7)]), backend="aot_eager")(x)
+    except RuntimeError as error:
+        return "Use a shard dim from -2 to 1" in str(error)
+    return False
+
+
 def half_used() -> list[float]:
     """The gradient of a compiled function of which one result is not used."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -444,6 +458,7 @@ COMPILED_FALLBACKS = [
         COMPILED,
         take=hide,
     ),
+    Case(("torch._dynamo.convert_frame.CatchErrorsWrapper",), partial(on_two_ranks, refused_while_compiled), take=hide),
     Case(("._dynamo_unbacked_indices",), COMPILED, take=lambda _: forget("tracing", "let_vary", lambda *_: None)),
     Case(("._dynamo_marked_constant",), COMPILED, take=lambda _: forget("tracing", "constant_in_graphs", lambda f: f)),
 ]

@@ -371,7 +371,7 @@ class PolicyScope(ContextDecorator):
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            raise _in_a_graph(str(self.policy))
+            _refuse_in_a_graph(self.policy.action)
         start_by_settings()
         self._before.stacks = (*self._before.stacks, in_force.stack)
         in_force.enter((*in_force.stack, self.policy))
@@ -386,9 +386,10 @@ class PolicyScope(ContextDecorator):
         return f"communication({str(self.policy)!r})"
 
 
-def _in_a_graph(policy: str) -> TracingError:
-    return TracingError(
-        asked=f"enter the policy {policy!r} in compiled code",
+@constant_in_graphs
+def _refuse_in_a_graph(action: str) -> None:
+    raise TracingError(
+        asked=f"enter a policy {action!r} in compiled code",
         found="a graph is made once, and its calls are judged while it is made",
         do="Enter it around the call of the compiled function.",
     )
@@ -426,5 +427,5 @@ def communication(
     policies. Raises :class:`SettingsError` for values that it does not take.
     """
     if torch.compiler.is_compiling():
-        raise _in_a_graph(policy)
+        _refuse_in_a_graph(policy)
     return PolicyScope(_checked(policy, over, kinds, above, phases, "set a policy on communication"))

@@ -19,7 +19,7 @@ from shardwise.comm.policy import in_force as policies
 from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
-from shardwise.errors import ItemError, LayoutError, MeshMismatchError
+from shardwise.errors import ItemError, LayoutError, MeshMismatchError, ShardingError
 from shardwise.kernel.arguments import check_mesh
 from shardwise.kernel.dispatcher import dispatch, rules_version
 from shardwise.kernel.engine import start
@@ -29,6 +29,7 @@ from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
+from shardwise.private_torch.compile_errors import raise_as_they_are
 from shardwise.private_torch.conversion import convert_through_data
 from shardwise.private_torch.dispatch import (
     disabled_torch_function,
@@ -494,4 +495,5 @@ take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
+raise_as_they_are(ShardingError)
 start(MeshTensor, PlanningEngine(MeshTensor))

@@ -64,8 +64,8 @@ def distribute_module(
     may leave the module out. Tied parameters stay tied, hooks on gradients and attributes of a parameter move to the
     new one; a gradient that it has already does not. What a program holds of the old parameters and buffers, in an
     optimizer, a list or a closure, stands for the new ones from here on. Tensors that the forward pass makes lie on the
-    mesh (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
-    passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
+    mesh (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their
+    backward passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
 
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
     of other tensors (a quantised weight) or has no shape yet (that of a lazy module), :class:`ArgumentError` for a

@@ -1,0 +1,54 @@
+"""Errors that torch meets while it compiles: a program catches them by the class that raised them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.private_torch.imports import when_imported
+from shardwise.private_torch.parts import find_part
+
+__all__ = ["raise_as_they_are"]
+
+_CATCHES = "torch._dynamo.convert_frame.CatchErrorsWrapper"
+_WRAPPERS = ("TorchRuntimeError", "BackendCompilerFailed", "InternalTorchDynamoError")
+
+
+def raise_as_they_are(cls: type[BaseException]) -> None:
+    """Have errors of a class come out of compiled functions as they are, with dynamo's own error as their cause.
+
+    Dynamo makes another error of each, of one of three classes of its own, so that ``except`` does not find it. It
+    tells nobody which errors to leave. Without its function the wrapped error comes, with the text of the original.
+    """
+    when_imported("torch._dynamo.convert_frame", lambda module: _raise_as_they_are(module, cls))
+
+
+def _raise_as_they_are(module: Any, cls: type[BaseException]) -> None:
+    catches = find_part(_CATCHES)
+    if catches is None:
+        return
+    compile_frame = catches.__call__
+    wrappers = tuple(w for name in _WRAPPERS if (w := getattr(module.exc, name, None)) is not None)
+
+    def compile_or_raise(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return compile_frame(self, *args, **kwargs)
+        except wrappers as error:
+            inside = next((e for e in _inside(error) if isinstance(e, cls)), None)
+            if inside is None:
+                raise
+            if not module.config.verbose:  # as dynamo does: its own calls tell a program nothing
+                inside.__traceback__ = error.__traceback__ = None
+            raise inside from error
+
+    catches.__call__ = compile_or_raise
+
+
+def _inside(error: BaseException) -> Iterator[BaseException]:
+    """The errors that one was made of, the last first."""
+    seen: set[int] = set()
+    following: Any = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = getattr(following, "inner_exception", None) or following.__cause__ or following.__context__
