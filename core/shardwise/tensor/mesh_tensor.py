@@ -268,9 +268,13 @@ class MeshTensor(torch.Tensor):
         If it needs data from another rank, it is a copy that follows its base, and that its base follows: see
         docs/dispatch.md. Raises :class:`ViewError` instead under :func:`shardwise.sharing_views`.
         """
-        before, views.must_share = views.must_share, is_sharing_asked_for()
+        viewed: Any
+        if not is_sharing_asked_for():  # most calls; what follows costs a microsecond
+            viewed = torch.Tensor.view(self, *size, **kwargs)
+            return viewed  # type: ignore[no-any-return]
+        before, views.must_share = views.must_share, True
         try:
-            viewed: Any = torch.Tensor.view(self, *size, **kwargs)
+            viewed = torch.Tensor.view(self, *size, **kwargs)
             return viewed  # type: ignore[no-any-return]
         finally:
             views.must_share = before
@@ -281,6 +285,8 @@ class MeshTensor(torch.Tensor):
 
     # -- indexing --
     def __getitem__(self, index: Any) -> Any:
+        if type(index) in _PLACES or (type(index) is tuple and _PLACES.issuperset(map(type, index))):
+            return torch.Tensor.__getitem__(self, index)  # most calls: torch reads these by itself
         if _is_one_truth(index):
             return self.unsqueeze(0)[self._one_or_none(index)]
         return torch.Tensor.__getitem__(self, index if _is_listless(index) else self._index(index))
@@ -434,6 +440,7 @@ class MeshTensor(torch.Tensor):
         )
 
 
+_PLACES = frozenset({int, slice, type(...), type(None)})
 _LISTS = (list, range)
 _NO_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(...), type(None))
 
