@@ -7,10 +7,13 @@ import torch
 from functorch.compile import make_boxed_func
 from shaped_programs import PROGRAMS, Experts, Language, distributed, ids, rows, training
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise import Shard
 from shardwise.comm.events import observe
+from shardwise.errors import DeviceMismatchError
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.fake import fake_tensors
@@ -135,3 +138,27 @@ def test_a_compiled_function_is_traced_to_the_kernels_of_a_card():
     names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert any("_scaled_dot_product_efficient_attention_backward" in name for name in names)
     assert not any("_safe_softmax" in name for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_state_is_staged_on_the_host_before_it_is_saved():
+    """As ``torch.distributed.checkpoint.async_save`` does, of which no file can be had without data."""
+    staged = {}
+
+    def program(mesh):
+        model = distributed(Experts(), mesh, {"up": [Shard(0)]})
+        staged.update(StateDictStager(False, False).stage(model.state_dict()))
+        staged["itself"] = model.state_dict()["up"]
+
+    rehearse(program, (8,), device="cuda")
+    itself, up = staged.pop("itself"), staged["up"]
+    # The copy of a fake part keeps its device: torch copies the attribute that says so.
+    assert all(isinstance(t, sw.MeshTensor) and t.device.type == "cpu" for t in staged.values())
+    assert (up.spec, up.to_local().shape) == (itself.spec, itself.to_local().shape)
+    assert up.to_local() is not itself.to_local()
+    assert itself.device.type == "cuda"
+
+
+def test_a_tensor_that_a_program_asks_for_on_the_host_is_refused():
+    with pytest.raises(DeviceMismatchError, match="mesh of cuda devices"):
+        rehearse(lambda mesh: rows(mesh).new_empty(4, device="cpu"), (8,), device="cuda")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.errors import MeshMismatchError, TorchPartError
@@ -197,3 +199,17 @@ def test_a_wrapped_op_says_where_its_arguments_are(monkeypatch):
     assert Ops.all_reduce.default._op(1, "sum", "0") == ("seen", (1, "sum", "0"))
     (op,) = ops
     assert (op.kind, op.place_of_reduction, op.place_of_group, op.is_uneven) == ("all_reduce", 1, 2, False)
+
+
+def test_the_call_that_stages_a_tensor_is_told_from_others():
+    class Asked(torch.Tensor):
+        def new_empty(self, *size, **options):
+            seen.append(distributed.is_staging(inspect.currentframe().f_back))
+            return super().new_empty(*size, **options)
+
+    seen = []
+    tensor = torch.ones(2).as_subclass(Asked)
+    tensor.new_empty(2)
+    StateDictStager(False, False).stage({"x": tensor})
+    assert seen == [False, True]
+    assert not distributed.is_staging(None)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "graph_all_to_all",
     "graph_reduce_scatter",
     "is_reachable",
+    "is_staging",
     "new_local_group",
     "share_gloo_device",
     "wrap_graph_collectives",
@@ -322,3 +323,15 @@ class _InPlaceOf:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def is_staging(call: FrameType | None) -> bool:
+    """Whether a call is that of torch which copies a state to the host before it is saved.
+
+    It asks each tensor for an empty one there, which for a wrapper is no tensor of the program. No public function says
+    so. A torch with another module for it gets the error for an op that leaves the mesh's devices.
+    """
+    return call is not None and call.f_globals.get("__name__") == _STAGES
+
+
+_STAGES = "torch.distributed.checkpoint._state_dict_stager"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import define
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from shardwise.errors import CallError
 from shardwise.private_torch.dispatch import FOREACH_TYPES, support_foreach
 from shardwise.private_torch.parts import find_part, torch_part
 
@@ -144,9 +145,19 @@ def rehearsing() -> Iterator[None]:
     """
     before, _process.is_rehearsing = _process.is_rehearsing, True
     try:
-        yield
+        # What all functions that send objects read them with: torch.distributed has no public place for it.
+        with replaced(torch.distributed.distributed_c10d, _tensor_to_object=_no_object):
+            yield
     finally:
         _process.is_rehearsing = before
+
+
+def _no_object(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise CallError(
+        asked="receive an object from other ranks (all_gather_object, broadcast_object_list and others; checkpoints)",
+        found="this is a rehearsal, whose tensors have no data",
+        do="Rehearse the step without it: call it where the program trains.",
+    )
 
 
 def is_rehearsing() -> bool:

@@ -366,6 +366,7 @@ class MeshTensor(torch.Tensor):
     is_shared = memory_access.is_shared
     pin_memory = memory_access.pin_memory
     is_pinned = memory_access.is_pinned
+    new_empty = memory_access.new_empty
     record_stream = memory_access.record_stream
     is_set_to = memory_access.is_set_to
     untyped_storage = memory_access.untyped_storage
@@ -419,6 +420,7 @@ class MeshTensor(torch.Tensor):
         return twin.requires_grad_() if self.requires_grad else twin
 
     def __reduce_ex__(self, proto: Any) -> Any:
+        dcp_chunks.check_has_data(f"pickle {self._spec}")
         # One rank's part, and the place of that rank. To join the parts is the task of a checkpoint.
         of_this_run = (leaf_grads.HAS_GRAD_HOOK, ORIGIN)
         attributes = {k: v for k, v in self.__dict__.items() if k not in of_this_run}
