@@ -137,7 +137,8 @@ def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
 
     import shardwise.tensor  # noqa: F401  # wraps them
 
-    for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
+    names = ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict", "_offload_state_dict_to_cpu")
+    for name in names:
         assert getattr(taker, name) is getattr(ours, name)
         assert getattr(taker, name).__wrapped__.__module__ == ours.__name__
     # What is wrapped are their first two arguments and three options of the first.

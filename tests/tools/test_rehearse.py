@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
@@ -179,6 +180,18 @@ def test_what_a_program_compiles_runs_op_by_op(fullgraph):
         return torch.compile(model, backend="eager", fullgraph=fullgraph)(x)
 
     assert rehearse(step, (4,)).ops["aten.t.default"] >= 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_copy_of_a_module_is_rehearsed_on_the_same_mesh(device):
+    def step(device_mesh):
+        model, x = linear(device_mesh)
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        assert average.module.weight.device_mesh is device_mesh
+        return average(x)
+
+    assert rehearse(step, (8,), device=device).ops
 
 
 # Torch speaks of kernels, which do not run here.

@@ -144,10 +144,10 @@ def is_reachable(store: Any) -> bool:
 
 
 def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
-    """Wrap the functions by which torch gathers, distributes and broadcasts the tensors of state dicts.
+    """Wrap the functions by which torch gathers, distributes, broadcasts and offloads the tensors of state dicts.
 
-    ``wrappers`` has ``gather``, ``distribute`` and ``broadcast``. Torch's functions handle only DTensor and
-    ShardedTensor, by name. Where one is missing, the functions of ``torch.distributed.checkpoint.state_dict`` raise
+    ``wrappers`` has ``gather``, ``distribute``, ``broadcast`` and ``offload``. Torch's functions handle only DTensor
+    and ShardedTensor, by name. Where one is missing, the functions of ``torch.distributed.checkpoint.state_dict`` raise
     :class:`TorchPartError` instead. Their modules import dozens of others, so they are not imported for this: what has
     not been imported yet is changed right after its first import.
     """
@@ -161,6 +161,7 @@ _FUNCTIONS = {
     "gather": "torch.distributed._state_dict_utils._gather_state_dict",
     "distribute": "torch.distributed._state_dict_utils._distribute_state_dict",
     "broadcast": "torch.distributed._state_dict_utils._broadcast_state_dict",
+    "offload": "torch.distributed._state_dict_utils._offload_state_dict_to_cpu",
 }
 _PUBLIC = {
     *("get_state_dict", "get_model_state_dict", "get_optimizer_state_dict"),
