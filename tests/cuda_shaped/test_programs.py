@@ -74,6 +74,32 @@ def test_every_program_runs_with_the_kernels_of_a_card_and_stays_on_it(name):
     check(name, (8, 128))
 
 
+def issued(name, shape, rank):
+    """The collectives that one rank issues, in order, and their bytes."""
+    events = []
+
+    def program(mesh):
+        with observe(events.append):
+            training(name)(mesh)
+
+    rehearse(program, shape, rank=rank, device="cuda")
+    calls = [(event.phase, event.kind, event.mesh_dims, event.group_size, event.reason) for event in events]
+    return calls, [event.nbytes for event in events]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_ranks_issue_the_same_collectives_in_the_same_order(name):
+    (calls, nbytes), *others = (issued(name, (4, 2), rank) for rank in range(8))
+    assert calls
+    assert all(other == (calls, nbytes) for other in others)
+    # 16 rows on 6 ranks: the last one has a single row, and sends less.
+    (calls, nbytes), *others = (issued(name, (6,), rank) for rank in range(6))
+    assert all(other[0] == calls for other in others)
+    assert all(a <= b for other in others for a, b in zip(other[1], nbytes, strict=True))
+
+
 def test_a_warm_step_runs_in_the_dtype_of_autocast():
     dtypes = set()
 
