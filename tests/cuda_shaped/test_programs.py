@@ -5,16 +5,21 @@ a warm step never leaves the device.
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from shaped_programs import PROGRAMS, Experts, Language, distributed, ids, rows, training
+from shaped_programs import PROGRAMS, Experts, Language, distributed, ids, rows, sharded, training
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise import Shard
 from shardwise.comm.events import observe
+from shardwise.errors import DeviceMismatchError
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.fake import fake_tensors
 from shardwise.steps.planning import plan
+from shardwise.testing import on_device
 from shardwise.tools.rehearse import fake_ranks, rehearse
 
 ATTENTION = "aten._scaled_dot_product_cudnn_attention"
@@ -67,6 +72,32 @@ def test_a_program_runs_with_the_kernels_of_a_card_and_stays_on_it(name):
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EVERY_DAY])
 def test_every_program_runs_with_the_kernels_of_a_card_and_stays_on_it(name):
     check(name, (8, 128))
+
+
+def issued(name, shape, rank):
+    """The collectives that one rank issues, in order, and their bytes."""
+    events = []
+
+    def program(mesh):
+        with observe(events.append):
+            training(name)(mesh)
+
+    rehearse(program, shape, rank=rank, device="cuda")
+    calls = [(event.phase, event.kind, event.mesh_dims, event.group_size, event.reason) for event in events]
+    return calls, [event.nbytes for event in events]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_ranks_issue_the_same_collectives_in_the_same_order(name):
+    (calls, nbytes), *others = (issued(name, (4, 2), rank) for rank in range(8))
+    assert calls
+    assert all(other == (calls, nbytes) for other in others)
+    # 16 rows on 6 ranks: the last one has a single row, and sends less.
+    (calls, nbytes), *others = (issued(name, (6,), rank) for rank in range(6))
+    assert all(other[0] == calls for other in others)
+    assert all(a <= b for other in others for a, b in zip(other[1], nbytes, strict=True))
 
 
 def test_a_warm_step_runs_in_the_dtype_of_autocast():
@@ -135,3 +166,81 @@ def test_a_compiled_function_is_traced_to_the_kernels_of_a_card():
     names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert any("_scaled_dot_product_efficient_attention_backward" in name for name in names)
     assert not any("_safe_softmax" in name for name in names)
+
+
+def test_a_batch_from_pinned_memory_comes_on_a_stream_of_its_own():
+    """Prefetching as many programs have it. Memory that is not pinned is a wait, as on a card."""
+    waits, pins = [], []
+
+    def program(mesh):
+        stream = torch.cuda.Stream()
+        with torch.device("cpu"):
+            batch = torch.zeros(16, 16)
+        for pinned in (True, False):
+            host = batch.pin_memory() if pinned else batch
+            pins.append((host.is_pinned(), host[2:].is_pinned()))
+            with on_device(raises=False) as found, torch.cuda.stream(stream):
+                there = host.to("cuda", non_blocking=True)
+            torch.cuda.current_stream().wait_stream(stream)
+            there.record_stream(torch.cuda.current_stream())
+            rows_of = sharded(there, mesh)
+            rows_of.record_stream(stream)
+            waits.append([wait.does for wait in found])
+
+    rehearse(program, (8,), device="cuda")
+    assert pins == [(True, True), (False, False)]
+    assert waits == [[], ["copies from memory of the host that is not pinned"]]
+    assert "pin_memory" not in vars(torch.Tensor)
+    assert "record_stream" not in vars(torch.Tensor)
+
+
+def test_a_loader_pins_its_batches():
+    shapes = []
+
+    def program(mesh):
+        rows = torch.utils.data.TensorDataset(torch.zeros(48, 16, device="cpu"))
+        for (batch,) in torch.utils.data.DataLoader(rows, batch_size=16, pin_memory=True):
+            shapes.append((batch.is_pinned(), sharded(batch.to("cuda", non_blocking=True), mesh).to_local().shape))
+
+    rehearse(program, (8,), device="cuda")
+    assert shapes == [(True, (2, 16))] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_state_is_staged_on_the_host_before_it_is_saved():
+    """As ``torch.distributed.checkpoint.async_save`` does, of which no file can be had without data."""
+    staged = {}
+
+    def program(mesh):
+        model = distributed(Experts(), mesh, {"up": [Shard(0)]})
+        staged.update(StateDictStager(False, False).stage(model.state_dict()))
+        staged["itself"] = model.state_dict()["up"]
+
+    rehearse(program, (8,), device="cuda")
+    itself, up = staged.pop("itself"), staged["up"]
+    # The copy of a fake part keeps its device: torch copies the attribute that says so.
+    assert all(isinstance(t, sw.MeshTensor) and t.device.type == "cpu" for t in staged.values())
+    assert (up.spec, up.to_local().shape) == (itself.spec, itself.to_local().shape)
+    assert up.to_local() is not itself.to_local()
+    assert itself.device.type == "cuda"
+
+
+def test_an_offloaded_state_has_its_parts_on_the_host():
+    states, devices = {}, set()
+
+    def program(mesh):
+        model = distributed(Experts(), mesh, {"up": [Shard(0)]})
+        options = StateDictOptions(cpu_offload=True)
+        states["offloaded"], states["itself"] = get_model_state_dict(model, options=options), model.state_dict()
+        devices.update((t.device.type, t.to_local().device.type) for t in states["offloaded"].values())
+        set_model_state_dict(model, states["offloaded"])
+        assert model.up.device.type == model.up.to_local().device.type == "cuda"
+
+    rehearse(program, (8,), device="cuda")
+    assert devices == {("cpu", "cpu")}
+    assert {n: t.spec for n, t in states["offloaded"].items()} == {n: t.spec for n, t in states["itself"].items()}
+
+
+def test_a_tensor_that_a_program_asks_for_on_the_host_is_refused():
+    with pytest.raises(DeviceMismatchError, match="mesh of cuda devices"):
+        rehearse(lambda mesh: rows(mesh).new_empty(4, device="cpu"), (8,), device="cuda")

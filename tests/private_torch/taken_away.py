@@ -253,6 +253,26 @@ def on_a_card() -> list[Any]:
         return [str(layer.weight_ih_l0.grad.device), list(layer.weight_ih_l0.grad.shape)]
 
 
+def rehearsed() -> bool:
+    """Whether a program runs without data."""
+    from shardwise.private_torch.fake import is_rehearsing, rehearsing
+
+    with rehearsing():
+        return is_rehearsing()
+
+
+def staged() -> list[float]:
+    """A tensor on a mesh of this processor as torch copies it to the host before it saves it."""
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = sw.distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (1,)), [sw.Shard(0)])
+    return StateDictStager(False, False).stage({"x": x})["x"].tolist()
+
+
 def told_by_vmap() -> list[bool]:
     """Which tensors are vmap's."""
     from shardwise.private_torch.dispatch import is_batched
@@ -428,6 +448,12 @@ FALLBACKS = [
     Case((f"{C}._functorch.is_legacy_batchedtensor",), told_by_vmap),
     Case(("torch._assert_async",), asserted),
     Case(("._get_sequence_number_for_group",), TRAINED, take=lambda _: forget("distributed", "calls_of", lambda _: 0)),
+    Case(("._tensor_to_object",), rehearsed, take=lambda _: delete(f"{C10D}._tensor_to_object")),
+    Case(
+        ("torch.distributed.checkpoint._state_dict_stager",),
+        staged,
+        take=lambda _: forget("distributed", "is_staging", lambda _: False),
+    ),
     Case(("torch.cuda._exchange_device", "torch.cuda._maybe_exchange_device"), on_a_card),
     Case(
         ("torch.cuda._initialized", "torch.cuda._lazy_call", "torch.cuda._lazy_init", "._lazy_init"),
@@ -531,7 +557,12 @@ ERRORS = [
     ),
     *(
         Case((f"torch.distributed._state_dict_utils.{n}",), gathered, take=hide)
-        for n in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict")
+        for n in (
+            "_gather_state_dict",
+            "_distribute_state_dict",
+            "_broadcast_state_dict",
+            "_offload_state_dict_to_cpu",
+        )
     ),
     Case(("torch.distributed.checkpoint.filesystem._StorageInfo",), shelf("saved", "layout_named"), take=hide),
     Case(("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",), shelf("saved", "layout_named"), take=hide),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.errors import MeshMismatchError, TorchPartError
@@ -135,7 +137,8 @@ def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
 
     import shardwise.tensor  # noqa: F401  # wraps them
 
-    for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
+    names = ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict", "_offload_state_dict_to_cpu")
+    for name in names:
         assert getattr(taker, name) is getattr(ours, name)
         assert getattr(taker, name).__wrapped__.__module__ == ours.__name__
     # What is wrapped are their first two arguments and three options of the first.
@@ -197,3 +200,17 @@ def test_a_wrapped_op_says_where_its_arguments_are(monkeypatch):
     assert Ops.all_reduce.default._op(1, "sum", "0") == ("seen", (1, "sum", "0"))
     (op,) = ops
     assert (op.kind, op.place_of_reduction, op.place_of_group, op.is_uneven) == ("all_reduce", 1, 2, False)
+
+
+def test_the_call_that_stages_a_tensor_is_told_from_others():
+    class Asked(torch.Tensor):
+        def new_empty(self, *size, **options):
+            seen.append(distributed.is_staging(inspect.currentframe().f_back))
+            return super().new_empty(*size, **options)
+
+    seen = []
+    tensor = torch.ones(2).as_subclass(Asked)
+    tensor.new_empty(2)
+    StateDictStager(False, False).stage({"x": tensor})
+    assert seen == [False, True]
+    assert not distributed.is_staging(None)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import flex_attention
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+import shardwise.checkpoint
 from shardwise import Partial, Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.demo.large import LAYERS, placed_step, seven_billion
-from shardwise.errors import CallError, MeshMismatchError
+from shardwise.errors import CallError, CheckpointValueError, MeshMismatchError
 from shardwise.testing import mesh
 from shardwise.tools.rehearse import NO_OP, rehearse
 
@@ -129,6 +134,90 @@ def test_a_program_that_runs_its_steps_itself_has_its_phases_too():
 def test_a_shape_that_depends_on_data_is_refused():
     with pytest.raises(CallError, match=r"aten.nonzero.default: the shape of its result depends on data"):
         rehearse(lambda m: sw.ones((4,), device_mesh=m, placements=[Replicate()]).nonzero(), (4,))
+
+
+def _saved_by_shardwise(model, directory):
+    sw.checkpoint.save({"model": model}, directory, step=1)
+
+
+def _saved_by_dcp(model, directory):
+    dcp.save(model.state_dict(), checkpoint_id=directory)
+
+
+def _saved_by_torch(model, directory):
+    torch.save(model.state_dict(), directory / "model.pt")
+
+
+def _pickled(model, directory):
+    (directory / "weight.pickle").write_bytes(pickle.dumps(model.weight))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("save", [_saved_by_shardwise, _saved_by_dcp, _saved_by_torch, _pickled])
+def test_a_save_is_refused_and_leaves_nothing(save, device, tmp_path):
+    """There is no data to save. Each of these would fail somewhere in torch, at whatever it meets first."""
+    # torch.save has opened its file by then.
+    empty = ["model.pt"] if save is _saved_by_torch else []
+
+    def step(device_mesh):
+        save(linear(device_mesh)[0], tmp_path)
+
+    # torch.distributed.checkpoint exchanges objects first.
+    with pytest.raises((CheckpointValueError, CallError), match="a rehearsal, whose tensors have no data"):
+        rehearse(step, (8,), device=device)
+    assert [path.name for path in tmp_path.rglob("*")] == empty
+
+
+def test_objects_of_other_ranks_are_not_there():
+    with pytest.raises(CallError, match="receive an object from other ranks"):
+        rehearse(lambda _: dist.all_gather_object([None] * 8, {"loss": 1.0}), (8,))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_a_program_compiles_runs_op_by_op(fullgraph):
+    def step(device_mesh):
+        model, x = linear(device_mesh)
+        return torch.compile(model, backend="eager", fullgraph=fullgraph)(x)
+
+    assert rehearse(step, (4,)).ops["aten.t.default"] >= 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_copy_of_a_module_is_rehearsed_on_the_same_mesh(device):
+    def step(device_mesh):
+        model, x = linear(device_mesh)
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        assert average.module.weight.device_mesh is device_mesh
+        return average(x)
+
+    assert rehearse(step, (8,), device=device).ops
+
+
+# Torch speaks of kernels, which do not run here.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_flex_attention_runs_and_its_memory_is_counted(device):
+    nbytes = []
+
+    def step(device_mesh):
+        q, k, v = (sw.zeros((16, 2, 128, 16), device_mesh=device_mesh, placements=ROWS) for _ in range(3))
+        out = flex_attention(q, k, v)
+        nbytes.append(out.to_local().nbytes)
+
+    rehearsal = rehearse(step, (8,), device=device)
+    assert rehearsal.ops["shardwise.flex_attention.default"] == 1
+    assert rehearsal.memory.peaks["forward"] >= 4 * nbytes[0]  # three operands and the result
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_trained_as_on_a_card():
+    def step(device_mesh):
+        q, k, v = (sw.zeros((16, 2, 128, 16), device_mesh=device_mesh, placements=ROWS) for _ in range(3))
+        flex_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_()).sum().backward()
+        assert q.grad.placements == k.grad.placements == v.grad.placements == ROWS
+
+    assert rehearse(step, (8,), device="cuda").ops["shardwise.flex_attention_backward.default"] == 1
 
 
 def test_a_module_without_inputs_is_refused():

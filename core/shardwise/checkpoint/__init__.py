@@ -29,6 +29,7 @@ from shardwise.comm.call_posts import lines_by_rank
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
 from shardwise.kernel.arguments import check_path, refuse_argument
+from shardwise.tensor.dcp_chunks import check_has_data
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
 
@@ -54,6 +55,7 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
             refuse_argument("save a checkpoint", name, number, f"Give a whole number, as in {name}=2.")
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"save step {step} in {where}"
+    check_has_data(asked)
     content: dict[str, Any] = {}
 
     def describe() -> tuple[Any, dict[str, int]]:

@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.errors import NoRuleError
 from shardwise.kernel.dispatcher import dispatch
 from shardwise.kernel.signature import Op
+from shardwise.private_torch.dispatch import run_under_watchers
 from shardwise.private_torch.ops import for_class
 
 __all__ = ["take_higher_order"]
@@ -31,6 +32,7 @@ def take_higher_order(op: Any, tensor_class: type, functions: Callable[[], Mappi
         return function(_call, *args, **kwargs)
 
     for_class(op, tensor_class, run)
+    run_under_watchers(op, tensor_class)
     return run
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -239,6 +240,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
     scope: dict[str, Any] = {
         "MT": started.tensor_class,
         "new": new_wrapper,
+        "repeat": repeat,
         "plans": store.hot,
         "miss": store.miss,
         "symbolic": store.symbolic,

@@ -6,7 +6,7 @@
 
 The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it:
 
-- ``MT`` the tensor class, ``new`` its constructor, ``plans`` the op's plans by key
+- ``MT`` the tensor class, ``new`` its constructor, ``plans`` the op's plans by key, ``repeat`` that of ``itertools``
 - ``known_tensors`` the plain tensors that are known to be the same on every rank
 - ``PLAIN`` the types of numbers and of None, ``other`` the function for any other argument, ``others`` that for a list
   (``other_written`` and ``others_written`` for arguments that the op writes)
@@ -238,7 +238,8 @@ def _wrapped(results: Sequence[Result], variables: Sequence[_Variable]) -> list[
         return ["return None"]
     if len(results) == 1 and results[0].is_list:
         make = "new" if results[0].alias is None else _view_maker(results[0], variables)
-        return [f"make = {make}", "return [make(MT, o, s, False) for o, s in zip(out, plan.outs)]"]
+        # `map` calls it without a frame of Python for each of hundreds of tensors.
+        return [f"make = {make}", "return list(map(make, repeat(MT), out, plan.outs, repeat(False)))"]
     if len(results) == 1:
         return [f"return {_wrap_result(results[0], 'out', variables)}"]
     if any(r.is_list for r in results):

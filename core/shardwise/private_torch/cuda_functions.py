@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.private_torch.cuda_choices import Card
-from shardwise.private_torch.fake import replaced, standing_in
+from shardwise.private_torch.fake import added, replaced, standing_in
 
 __all__ = ["answering_for"]
 
@@ -34,6 +34,8 @@ def answering_for(card: Card) -> Iterator[None]:
             standing_in(),
             replaced(torch.cuda, **answers),
             replaced(torch.cuda.random, _lazy_init=_nothing),
+            # Torch's own reads a stream of the device, for which another object stands.
+            added(torch.Tensor, record_stream=_nothing),
             # Torch decides by it how it makes fake tensors of numbers. The device that answers has no kernels.
             replaced(FakeTensorMode, avoid_device_init=True),
             # Recurrent layers ask whether to pack their weights for cuDNN, and are warned that there is not one.

@@ -14,9 +14,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import TorchPartError
-from shardwise.private_torch.ops import custom_op_of, qualified_name
+from shardwise.private_torch.ops import custom_op_of, for_class, qualified_name
 from shardwise.private_torch.parts import find_part, refuse, torch_part
 from shardwise.private_torch.snapshot import with_snapshot
+from shardwise.private_torch.trees import tree_leaves
 
 __all__ = [
     "OpMode",
@@ -38,6 +39,7 @@ __all__ = [
     "put_before_dispatch",
     "put_before_mode",
     "recorded_ops",
+    "run_under_watchers",
     "set_data",
     "support_foreach",
     "swap_parameter",
@@ -158,7 +160,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return self._run(func, args, kwargs or {})
 
 
-def _as_it_is(op: OpOverload, args: Any, kwargs: Any) -> Any:
+def _as_it_is(op: Any, args: Any, kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
@@ -175,10 +177,13 @@ def recorded_ops(
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
     """Passes each op that reaches the dispatcher to a function, which runs it and returns its result."""
 
-    def __init__(self, run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], decomposes: Callable[[Any], bool], run_higher: Callable[..., Any]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
         self._decomposes = decomposes
+        self.run_higher = run_higher
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._decomposes(func):
@@ -187,11 +192,28 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
         return self._run(func, args, kwargs or {})
 
 
-def watching(run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> AbstractContextManager[Any]:
+def watching(
+    run: Callable[..., Any], decomposes: Callable[[Any], bool], run_higher: Callable[..., Any] = _as_it_is
+) -> AbstractContextManager[Any]:
     """A context in which ``run(op, args, kwargs)`` replaces every op. Ops that ``decomposes`` accepts are decomposed
-    first.
+    first. ``run_higher`` replaces operators of higher order on plain tensors, such as :func:`run_under_watchers` knows.
     """
-    return _Watcher(run, decomposes)
+    return _Watcher(run, decomposes, run_higher)
+
+
+def run_under_watchers(op: Any, cls: type[torch.Tensor]) -> None:
+    """Let an operator of higher order, for which ``cls`` has a function, run in a context of :func:`watching`.
+
+    Torch refuses such an operator under a mode without a function for it. This one leaves a call on ``cls`` to the
+    function of ``cls``, with the mode on.
+    """
+
+    def run(mode: _Watcher, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, cls) for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented
+        return mode.run_higher(op, args, kwargs)
+
+    for_class(op, _Watcher, run)
 
 
 class OpMode(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # as above

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "graph_all_to_all",
     "graph_reduce_scatter",
     "is_reachable",
+    "is_staging",
     "new_local_group",
     "share_gloo_device",
     "wrap_graph_collectives",
@@ -143,10 +144,10 @@ def is_reachable(store: Any) -> bool:
 
 
 def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
-    """Wrap the functions by which torch gathers, distributes and broadcasts the tensors of state dicts.
+    """Wrap the functions by which torch gathers, distributes, broadcasts and offloads the tensors of state dicts.
 
-    ``wrappers`` has ``gather``, ``distribute`` and ``broadcast``. Torch's functions handle only DTensor and
-    ShardedTensor, by name. Where one is missing, the functions of ``torch.distributed.checkpoint.state_dict`` raise
+    ``wrappers`` has ``gather``, ``distribute``, ``broadcast`` and ``offload``. Torch's functions handle only DTensor
+    and ShardedTensor, by name. Where one is missing, the functions of ``torch.distributed.checkpoint.state_dict`` raise
     :class:`TorchPartError` instead. Their modules import dozens of others, so they are not imported for this: what has
     not been imported yet is changed right after its first import.
     """
@@ -160,6 +161,7 @@ _FUNCTIONS = {
     "gather": "torch.distributed._state_dict_utils._gather_state_dict",
     "distribute": "torch.distributed._state_dict_utils._distribute_state_dict",
     "broadcast": "torch.distributed._state_dict_utils._broadcast_state_dict",
+    "offload": "torch.distributed._state_dict_utils._offload_state_dict_to_cpu",
 }
 _PUBLIC = {
     *("get_state_dict", "get_model_state_dict", "get_optimizer_state_dict"),
@@ -322,3 +324,15 @@ class _InPlaceOf:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def is_staging(call: FrameType | None) -> bool:
+    """Whether a call is that of torch which copies a state to the host before it is saved.
+
+    It asks each tensor for an empty one there, which for a wrapper is no tensor of the program. No public function says
+    so. A torch with another module for it gets the error for an op that leaves the mesh's devices.
+    """
+    return call is not None and call.f_globals.get("__name__") == _STAGES
+
+
+_STAGES = "torch.distributed.checkpoint._state_dict_stager"

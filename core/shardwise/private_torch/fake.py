@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import define
@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from shardwise.errors import CallError
 from shardwise.private_torch.dispatch import FOREACH_TYPES, support_foreach
 from shardwise.private_torch.parts import find_part, torch_part
 
 __all__ = [
+    "added",
     "fake_store",
     "fake_strides",
     "fake_tensors",
@@ -46,6 +48,18 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
+def added(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which a class has methods in place of those that it inherits."""
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            delattr(owner, name)
+
+
+@contextmanager
 def fake_tensors() -> Iterator[None]:
     """A context in which tensors have a device but no data, and optimizers treat them as that device's tensors.
 
@@ -61,11 +75,41 @@ def fake_tensors() -> Iterator[None]:
             mode,
             replaced(torch.utils, swap_tensors=_swapping_under(mode)),
             replaced(torch.amp.GradScaler, **_scaler_methods()),
+            added(torch.Tensor, pin_memory=_pinned, is_pinned=_is_pinned),
         ):
             yield
     finally:
         for types, old in zip(known, before, strict=True):
             types[:] = old
+
+
+# Marks what stands for pinned memory: the storage, which views share.
+_PINNED = "_shardwise_is_pinned"
+
+
+def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """``tensor.pin_memory()``, of which fake tensors know nothing.
+
+    In a rehearsal a tensor that names no device lies on the device, also one that a program makes on the host. It needs
+    no pinning.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return _PIN_MEMORY(tensor) if device is None else _PIN_MEMORY(tensor, device)  # type: ignore[no-any-return]
+    if tensor.device.type != "cpu" or _is_pinned(tensor):
+        return tensor
+    copy = tensor.clone()
+    setattr(copy.untyped_storage(), _PINNED, True)
+    return copy
+
+
+def _is_pinned(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    if not isinstance(tensor, FakeTensor):
+        return bool(_IS_PINNED(tensor, *args, **kwargs))
+    return hasattr(tensor.untyped_storage(), _PINNED)
+
+
+_PIN_MEMORY: Any = torch.Tensor.pin_memory
+_IS_PINNED: Any = torch.Tensor.is_pinned
 
 
 def _scaler_methods() -> dict[str, Any]:
@@ -144,9 +188,19 @@ def rehearsing() -> Iterator[None]:
     """
     before, _process.is_rehearsing = _process.is_rehearsing, True
     try:
-        yield
+        # What all functions that send objects read them with: torch.distributed has no public place for it.
+        with replaced(torch.distributed.distributed_c10d, _tensor_to_object=_no_object):
+            yield
     finally:
         _process.is_rehearsing = before
+
+
+def _no_object(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise CallError(
+        asked="receive an object from other ranks (all_gather_object, broadcast_object_list and others; checkpoints)",
+        found="this is a rehearsal, whose tensors have no data",
+        do="Rehearse the step without it: call it where the program trains.",
+    )
 
 
 def is_rehearsing() -> bool:

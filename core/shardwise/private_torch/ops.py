@@ -65,9 +65,10 @@ def overload_of(op: Any) -> Any | None:
     return None
 
 
-def for_class(op: Any, cls: type[torch.Tensor], function: Callable[..., Any]) -> None:
+def for_class(op: Any, cls: type, function: Callable[..., Any]) -> None:
     """Have ``function`` run in place of an operator of higher order for operands of ``cls``, below autograd.
 
+    ``cls`` may also be a mode's, which ``function`` gets first; the mode is off inside.
     Such an operator does not ask ``__torch_dispatch__``. Neither its class nor its method ``py_impl`` is documented. A
     class is registered once.
     """

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import LayoutError
+from shardwise.errors import CheckpointValueError, LayoutError
 from shardwise.kernel.spec import TensorSpec
+from shardwise.private_torch.fake import is_rehearsing
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["chunks_of", "part_at", "write_items_of"]
+__all__ = ["check_has_data", "chunks_of", "part_at", "write_items_of"]
 
 # torch.distributed.checkpoint is imported where it is used: the import takes a tenth of a second, and few programs need
 # it.
@@ -64,11 +65,25 @@ def part_at(offset: Sequence[int] | None, spec: TensorSpec, local: torch.Tensor)
     return local
 
 
+def check_has_data(asked: str) -> None:
+    """Raise :class:`CheckpointValueError` in a rehearsal: torch would fail somewhere on the way to a file."""
+    if is_rehearsing():
+        raise CheckpointValueError(
+            asked=asked,
+            found="this is a rehearsal, whose tensors have no data",
+            do="Rehearse the step without it: call it where the program trains.",
+        )
+
+
 def write_items_of(name: str, spec: TensorSpec, local: torch.Tensor) -> list[WriteItem]:
-    """The items of the tensor ``name`` that this rank offers to write: one for each of its chunks."""
+    """The items of the tensor ``name`` that this rank offers to write: one for each of its chunks.
+
+    Raises :class:`CheckpointValueError` in a rehearsal.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+    check_has_data(f"save {spec} as {name!r} in a checkpoint")
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(

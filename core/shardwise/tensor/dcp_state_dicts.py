@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.kernel.results import wrap
+from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.distributed import wrap_state_dict_functions
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -29,6 +31,7 @@ def install() -> None:
             # From the first rank, because torch gives every rank the first rank's values here.
             "distribute": partial(_spreading, source=0),
             "broadcast": _spreading,
+            "offload": _offloading,
         }
     )
 
@@ -55,6 +58,29 @@ def _whole(value: Any, keeps: bool, offloaded: bool) -> Any:
         return {key: _whole(inner, keeps, offloaded) for key, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_whole(inner, keeps, offloaded) for inner in value)
+    return value
+
+
+def _offloading(offload: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(offload)
+    def offload_parts(state_dict: dict[str, Any], **options: Any) -> Any:
+        with torch.no_grad():
+            return offload(_on_host(state_dict), **options)
+
+    return offload_parts
+
+
+def _on_host(value: Any) -> Any:
+    """A state with each part in the memory of the host, on the same mesh: only copying and saving can use it."""
+    if isinstance(value, MeshTensor):
+        local = fresh(value._local_tensor)
+        return (
+            value if local.device.type == "cpu" else wrap(local.cpu(), value._spec.with_meta(value._spec.tensor_meta))
+        )
+    if isinstance(value, dict):
+        return {key: _on_host(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_on_host, value))
     return value
 
 

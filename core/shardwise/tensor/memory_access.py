@@ -24,6 +24,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
+from shardwise.private_torch.distributed import is_staging
 from shardwise.private_torch.tracing import is_compiled_now, is_describing, is_traced
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "is_pinned",
     "is_set_to",
     "is_shared",
+    "new_empty",
     "pin_memory",
     "record_stream",
     "refuse_to_lend",
@@ -119,6 +121,20 @@ def pin_memory(tensor: Any, device: Any = None) -> Any:
 def is_pinned(tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether this rank's part is in pinned memory."""
     return bool(tensor._local_tensor.is_pinned(*args, **kwargs))
+
+
+def new_empty(tensor: Any, *size: Any, **options: Any) -> Any:
+    """A tensor of another size. Torch's own, but where ``torch.distributed.checkpoint`` copies a state to the host.
+
+    It asks for a tensor on the host, and then gives it a copy of each slot of this one, the rank's part among them.
+    """
+    device = options.get("device")
+    if device is not None and torch.device(device).type != tensor._spec.mesh.device_type:
+        asking = cast("FrameType", inspect.currentframe()).f_back
+        if is_staging(asking):
+            part = torch.empty(0, dtype=tensor.dtype, device=device)
+            return new_wrapper(type(tensor), part, _unmarked(tensor._spec), False)
+    return torch.Tensor.new_empty(tensor, *size, **options)
 
 
 def record_stream(tensor: Any, s: Any) -> None:

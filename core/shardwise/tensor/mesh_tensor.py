@@ -269,9 +269,13 @@ class MeshTensor(torch.Tensor):
         If it needs data from another rank, it is a copy that follows its base, and that its base follows: see
         docs/dispatch.md. Raises :class:`ViewError` instead under :func:`shardwise.sharing_views`.
         """
-        before, views.must_share = views.must_share, is_sharing_asked_for()
+        viewed: Any
+        if not is_sharing_asked_for():  # most calls; what follows costs a microsecond
+            viewed = torch.Tensor.view(self, *size, **kwargs)
+            return viewed  # type: ignore[no-any-return]
+        before, views.must_share = views.must_share, True
         try:
-            viewed: Any = torch.Tensor.view(self, *size, **kwargs)
+            viewed = torch.Tensor.view(self, *size, **kwargs)
             return viewed  # type: ignore[no-any-return]
         finally:
             views.must_share = before
@@ -282,6 +286,8 @@ class MeshTensor(torch.Tensor):
 
     # -- indexing --
     def __getitem__(self, index: Any) -> Any:
+        if type(index) in _PLACES or (type(index) is tuple and _PLACES.issuperset(map(type, index))):
+            return torch.Tensor.__getitem__(self, index)  # most calls: torch reads these by itself
         if _is_one_truth(index):
             return self.unsqueeze(0)[self._one_or_none(index)]
         return torch.Tensor.__getitem__(self, index if _is_listless(index) else self._index(index))
@@ -361,6 +367,7 @@ class MeshTensor(torch.Tensor):
     is_shared = memory_access.is_shared
     pin_memory = memory_access.pin_memory
     is_pinned = memory_access.is_pinned
+    new_empty = memory_access.new_empty
     record_stream = memory_access.record_stream
     is_set_to = memory_access.is_set_to
     untyped_storage = memory_access.untyped_storage
@@ -414,6 +421,7 @@ class MeshTensor(torch.Tensor):
         return twin.requires_grad_() if self.requires_grad else twin
 
     def __reduce_ex__(self, proto: Any) -> Any:
+        dcp_chunks.check_has_data(f"pickle {self._spec}")
         # One rank's part, and the place of that rank. To join the parts is the task of a checkpoint.
         of_this_run = (leaf_grads.HAS_GRAD_HOOK, ORIGIN)
         attributes = {k: v for k, v in self.__dict__.items() if k not in of_this_run}
@@ -435,6 +443,7 @@ class MeshTensor(torch.Tensor):
         )
 
 
+_PLACES = frozenset({int, slice, type(...), type(None)})
 _LISTS = (list, range)
 _NO_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(...), type(None))
 

@@ -9,6 +9,7 @@ The mode is off while an op on MeshTensors runs: it never sees what a kernel, a 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -226,6 +227,10 @@ class _Hooks:
         self.mesh = mesh
         self.scope = scope
         self.number = None if scope is None else number_of_scope(scope)
+
+    def __deepcopy__(self, _memo: Any) -> _Hooks:
+        # The copy of a module lies on the same mesh. Without data, as in a rehearsal, a mesh cannot be copied.
+        return copy.copy(self)
 
     # torch.jit.script quotes the first lines of a hook as the code that it cannot compile: that is its error.
     def before(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  # torch's signature

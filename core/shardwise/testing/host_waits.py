@@ -137,4 +137,4 @@ def _is_without_data(operands: Sequence[Tensor]) -> bool:
 
 
 def _is_pinned(tensor: Tensor) -> bool:
-    return not _is_without_data([tensor]) and tensor.is_pinned()
+    return tensor.is_pinned()

@@ -31,7 +31,13 @@ from shardwise.private_torch.dispatch import forward_traceback, in_backward, wat
 from shardwise.private_torch.fake import fake_tensors, is_unknowable
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tools.program import Phases, is_split_first, run_returned, stand_in_number
+from shardwise.tools.program import (
+    Phases,
+    is_split_first,
+    run_returned,
+    running_compiled_code_eagerly,
+    stand_in_number,
+)
 
 __all__ = ["Coverage", "Use", "cover"]
 
@@ -170,7 +176,7 @@ class _Watch:
 
         hook = register_module_forward_pre_hook(module_called)
         try:
-            with self.phases.followed():
+            with running_compiled_code_eagerly(), self.phases.followed():
                 yield
         finally:
             hook.remove()

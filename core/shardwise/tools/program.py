@@ -19,7 +19,16 @@ from shardwise.kernel.signature import Op, signature
 from shardwise.private_torch.dispatch import in_backward
 from shardwise.private_torch.ops import is_composite
 
-__all__ = ["PHASES", "Phases", "TrainingStep", "Watch", "is_split_first", "run_returned", "stand_in_number"]
+__all__ = [
+    "PHASES",
+    "Phases",
+    "TrainingStep",
+    "Watch",
+    "is_split_first",
+    "run_returned",
+    "running_compiled_code_eagerly",
+    "stand_in_number",
+]
 
 PHASES = ("forward", "backward", "optimizer")
 """``forward`` is all that runs neither in a backward pass nor in an optimizer's step."""
@@ -57,6 +66,15 @@ class Phases:
             stack.callback(register_optimizer_step_pre_hook(step_begins).remove)
             stack.callback(register_optimizer_step_post_hook(step_ends).remove)
             yield
+
+
+def running_compiled_code_eagerly() -> AbstractContextManager[None]:
+    """A context in which what a program compiles runs op by op.
+
+    Under a mode that watches ops torch compiles nothing. Without this it raises where ``fullgraph=True`` asks for a
+    graph.
+    """
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 class Watch(Protocol):

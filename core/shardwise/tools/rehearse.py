@@ -34,7 +34,13 @@ from shardwise.private_torch.dispatch import memory_of, watching
 from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable, rehearsing
 from shardwise.program.step_plan import StepPlan
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tools.program import PHASES, Phases, run_returned, stand_in_number
+from shardwise.tools.program import (
+    PHASES,
+    Phases,
+    run_returned,
+    running_compiled_code_eagerly,
+    stand_in_number,
+)
 from shardwise.tools.sites import Site, Sites
 
 __all__ = [
@@ -316,7 +322,12 @@ class RankWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Observe plans, collectives and optimizer steps while the context lasts."""
-        with self.phases.followed(), dispatcher.observe(self._saw_plan), observe(self._saw_collective):
+        with (
+            running_compiled_code_eagerly(),
+            self.phases.followed(),
+            dispatcher.observe(self._saw_plan),
+            observe(self._saw_collective),
+        ):
             if self.sites is None:
                 yield
                 return
@@ -326,7 +337,7 @@ class RankWatch:
 
     def watching(self) -> Any:
         """A context whose memory is counted."""
-        return watching(self._see, lambda _: False)
+        return watching(self._see, lambda _: False, self._see)
 
     def _saw_plan(self, plan: Plan) -> None:
         self._op = op_name(plan.schema.op)
