@@ -15,13 +15,12 @@ import click
 from attrs import frozen
 
 from shardwise.cli.plugin_states import no_such_plugin, plugins_named
-from shardwise.discovery.entry_points import GROUP, discover
+from shardwise.discovery.entry_points import GROUP, LIKE_OURS, discover
 from shardwise.kernel.plurals import counted
 from shardwise.settings import Settings, normalised
 
-__all__ = ["FAMILY", "SAMPLES", "SAMPLES_GROUP", "PluginToCheck", "editable_folder", "find_subject"]
+__all__ = ["SAMPLES", "SAMPLES_GROUP", "PluginToCheck", "editable_folder", "find_subject"]
 
-FAMILY = GROUP.rstrip("0123456789")
 SAMPLES = Path("tests", "samples.py")
 """Where a checkout keeps the sample calls of its ops, if it does not declare them."""
 
@@ -33,9 +32,10 @@ SAMPLES_GROUP = "shardwise.samples"
 class PluginToCheck:
     """A plugin to check. ``kind``: installed, checkout, wheel or file.
 
-    ``entries`` are its entry points in shardwise's groups of any major version, ``requires`` its requirements (None:
-    they cannot be read), ``roots`` the folders that its modules are imported from (none: from the
-    environment), ``samples`` the file of its sample calls, ``declared`` the entry points of modules with sample calls.
+    ``entries`` are its entry points in shardwise's groups of any major version, and in groups that are slips of these.
+    ``requires`` are its requirements (None: they cannot be read), ``roots`` the folders that its modules are imported
+    from (none: from the environment), ``samples`` the file of its sample calls, ``declared`` the entry points of
+    modules with sample calls.
     """
 
     kind: str
@@ -75,7 +75,7 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
         if len(metadata) != 1:
             raise click.ClickException(f"{path} is not a wheel: it has {counted(len(metadata), 'folder')} of metadata")
         dist = PathDistribution(metadata[0])
-        entries = tuple(entry for entry in dist.entry_points if entry.group.startswith(FAMILY))
+        entries = tuple(entry for entry in dist.entry_points if LIKE_OURS.match(entry.group))
         name = normalised(dist.metadata["Name"])
         declared = _declared(dist, entries)
         requires = tuple(dist.requires or ())
@@ -156,7 +156,7 @@ def _checkout(folder: Path) -> PluginToCheck:
         tuple(
             EntryPoint(name=key, value=value, group=group)
             for group, listed in groups.items()
-            if group.startswith(FAMILY)
+            if LIKE_OURS.match(group)
             for key, value in listed.items()
         ),
         None if "dependencies" in project.get("dynamic", ()) else tuple(project.get("dependencies", ())),
