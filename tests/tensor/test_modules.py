@@ -116,7 +116,7 @@ def test_of_many_names_the_nearest_to_a_pattern_are_named():
         "no parameter or buffer has such a name; of its 100 the nearest are layers.*.q_proj.weight, "
     )
     assert found.count("weight") <= 5
-    with pytest.raises(PlacementError, match="there are weight, bias. Correct"):
+    with pytest.raises(PlacementError, match=r"there are weight, bias\. Correct"):
         check_patterns("Linear", {"wieght": [Shard(0)]}, ["weight", "bias"])
 
 
