@@ -274,6 +274,14 @@ def test_metadata(checkout, quick, options, check, words):
     assert report[check].startswith(words), report
 
 
+def test_a_package_of_the_wheel_that_is_not_there(checkout, quick):
+    folder = checkout(samples=SAMPLES)
+    with (folder / "pyproject.toml").open("a") as file:
+        file.write('[tool.hatch.build.targets.wheel]\npackages = ["src/acme_kernel"]\n')
+    found = "failed: pyproject.toml has src/acme_kernel for the wheel, and there is no such folder"
+    assert report_of(folder, exit_code=1) == {"packages": found}
+
+
 # -- imports -------------------------------------------------------------------------------------------------------
 
 

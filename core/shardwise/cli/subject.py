@@ -35,7 +35,7 @@ class PluginToCheck:
     ``entries`` are its entry points in shardwise's groups of any major version, and in groups that are slips of these.
     ``requires`` are its requirements (None: they cannot be read), ``roots`` the folders that its modules are imported
     from (none: from the environment), ``samples`` the file of its sample calls, ``declared`` the entry points of
-    modules with sample calls.
+    modules with sample calls, ``absent`` what a checkout names for its wheel and does not have.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class PluginToCheck:
     roots: tuple[Path, ...] = ()
     samples: Path | None = None
     declared: tuple[EntryPoint, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         # A wheel's is a scratch folder.
@@ -163,6 +164,7 @@ def _checkout(folder: Path) -> PluginToCheck:
         tuple(dict.fromkeys(_roots(folder, content.get("tool", {})))),
         _samples_in(folder),
         tuple(EntryPoint(name=key, value=value, group=SAMPLES_GROUP) for key, value in declared),
+        tuple(package for package in _hatch_packages(content.get("tool", {})) if not (folder / package).exists()),
     )
 
 
@@ -170,9 +172,9 @@ def _roots(folder: Path, tool: Mapping[str, Any]) -> Iterator[Path]:
     """The folders that a checkout's packages are imported from: those of its build backend, then src, then the
     checkout.
     """
-    build = _table_at(tool, "hatch", "build")
-    for package in [*_strings_at(build, "targets", "wheel", "packages"), *_strings_at(build, "packages")]:
+    for package in _hatch_packages(tool):
         yield (folder / package).parent
+    build = _table_at(tool, "hatch", "build")
     setuptools = _table_at(tool, "setuptools")
     places = [*_strings_at(build, "dev-mode-dirs"), *_strings_at(setuptools, "packages", "find", "where")]
     places += [root for package, root in _table_at(setuptools, "package-dir").items() if package == ""]
@@ -180,6 +182,12 @@ def _roots(folder: Path, tool: Mapping[str, Any]) -> Iterator[Path]:
         if (folder / place).is_dir():
             yield (folder / place).resolve()
     yield folder
+
+
+def _hatch_packages(tool: Mapping[str, Any]) -> list[str]:
+    """The folders that hatch puts into a wheel, which it builds without those that are not there."""
+    build = _table_at(tool, "hatch", "build")
+    return [*_strings_at(build, "targets", "wheel", "packages"), *_strings_at(build, "packages")]
 
 
 def _table_at(table: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
