@@ -260,6 +260,7 @@ def test_what_is_no_plugin(tmp_path):
     ("options", "check", "words"),
     [
         ({"group": "shardwise.plugins.v7"}, "entry point", "failed: it registers under shardwise.plugins.v7"),
+        ({"group": "shardwise.plugin.v1"}, "entry point", "failed: it registers under shardwise.plugin.v1"),
         ({"group": "console_scripts"}, "entry point", "failed: the group shardwise.plugins.v1 has no entry"),
         ({"entry": "kernels"}, "entry point", "failed: kernels = "),
         ({"requires": ()}, "requires", "failed: it does not depend on shardwise"),
@@ -271,6 +272,14 @@ def test_what_is_no_plugin(tmp_path):
 def test_metadata(checkout, quick, options, check, words):
     report = report_of(checkout(samples=SAMPLES, **options), exit_code=int(words.startswith("failed")))
     assert report[check].startswith(words), report
+
+
+def test_a_package_of_the_wheel_that_is_not_there(checkout, quick):
+    folder = checkout(samples=SAMPLES)
+    with (folder / "pyproject.toml").open("a") as file:
+        file.write('[tool.hatch.build.targets.wheel]\npackages = ["src/acme_kernel"]\n')
+    found = "failed: pyproject.toml has src/acme_kernel for the wheel, and there is no such folder"
+    assert report_of(folder, exit_code=1) == {"packages": found}
 
 
 # -- imports -------------------------------------------------------------------------------------------------------
@@ -315,6 +324,23 @@ def test_a_hook_that_is_not_marked(checkout, quick):
     (path,) = folder.glob("src/*/plugin.py")
     path.write_text(path.read_text().replace("@hookimpl", ""))
     assert "implements no shardwise_register" in report_of(folder, exit_code=1)["hook"]
+
+
+def test_a_hook_with_a_wrong_argument_is_told_which(checkout, quick):
+    folder = checkout()
+    (path,) = folder.glob("src/*/plugin.py")
+    path.write_text(path.read_text().replace("registry", "reg"))
+    (row,) = [r for r in json.loads(run(folder, "--json").stdout) if r["check"] == "hook"]
+    assert "{'reg'} are declared in the hookimpl but can not be found" in row["found"]
+    assert "\n" not in row["found"]
+
+
+def test_an_entry_point_that_names_the_hook_is_told_to_name_the_module(checkout, quick):
+    folder = checkout(samples=SAMPLES)
+    path = folder / "pyproject.toml"
+    path.write_text(path.read_text().replace('.plugin"', '.plugin:shardwise_register"'))
+    (row,) = [r for r in json.loads(run(folder, "--json").stdout) if r["check"] == "hook"]
+    assert row["do"].startswith('The entry point names a module: acme-kernels = "acme_kernels')
 
 
 def test_a_hook_that_registers_nothing(checkout, quick):
@@ -415,6 +441,8 @@ def test_an_op_that_is_left_out_for_a_reason_is_no_warning_but_all_of_them_are_a
     [
         ("raise OSError('gone')", "samples", "OSError: gone"),
         ("SAMPLES = 3", "samples", "SAMPLES is a int, not a mapping"),
+        (SAMPLES.replace("SAMPLES", "SAMPLE"), "samples", "it defines no SAMPLES, but SAMPLE"),
+        ("import torch", "samples", "it defines no SAMPLES"),
         (
             SAMPLES.replace("torch.randn(5, 7)", "no_such_name"),
             "oracle",

@@ -173,6 +173,19 @@ def test_a_thread_that_a_plugin_starts_is_a_note(install, source, monkeypatch):
     assert [seen.notes for seen in plugin_probe.probe_plugins(plugins)] == [("starts a thread at import",)]
 
 
+def test_simulated_ranks_are_no_threads_of_a_plugin():
+    program = (
+        "import sys\n"
+        "from shardwise.testing.simulated import run_ranks\n"
+        "run_ranks((2,), lambda at, comm: at)\n"
+        "sys.argv = ['shardwise', 'why', '--help']\n"
+        "from shardwise.cli import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=90)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["plugins", "--help"], 0), (["why", "--no-such"], 2)])
 def test_a_thread_of_a_plugin_does_not_keep_the_command(arguments, code):
     program = (

@@ -162,3 +162,10 @@ def test_an_op_whose_library_is_not_imported_is_told_from_one_that_nobody_knows(
     )
     (facts,) = told("why_acme::op", "--import", str(tmp_path / "acme_library.py"))
     assert (facts["winner"]["plugin"], facts["winner"]["rule"]) == ("acme-kernels", "R -> R")
+
+
+def test_a_form_that_only_copies_an_op_without_a_rule_is_no_way_to_run_it(monkeypatch, fresh):
+    monkeypatch.setenv("SHARDWISE_PLUGINS", "shardwise-spectral")
+    fresh()
+    assert "decomposed" not in why("aten.mm", exit_code=1)
+    assert "decomposed (torch's decomposition, aten.silu.default and a copy)" in why("aten.silu", exit_code=1)

@@ -189,6 +189,16 @@ def test_another_process_writes_the_same_bytes():
     assert 'name = "shardwise-matmul"' in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [("code = ", "# code = ", "has no code"), ("ops = ", "opps = 1\nops = ", "is called 'opps'")],
+)
+def test_an_entry_that_lacks_a_line_or_has_one_too_many_is_told_in_words_of_the_file(lock, old, new, words):
+    lock.write_text(lock.read_text().replace(old, new, 1))
+    with pytest.raises(LockError, match=words):
+        read_lock(str(lock))
+
+
 @pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_locks_are_attacked(lock, number):
     good, text = read_lock(str(lock)), lock.read_bytes()

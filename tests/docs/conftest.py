@@ -6,6 +6,8 @@
 ``<!-- on 4 ranks -->``         the next block is Python for so many ranks; those of a page are one program
 ``<!-- printed on 4 ranks -->`` the next block is what the first of the ranks prints
 ``<!-- output varies -->``      the next console block runs, and what it prints is not compared
+``<!-- output in part -->``     it runs, and prints the lines that are shown, in this order; ``...`` stands for others
+``<!-- written: NAME -->``      the next block is the file that a console block before it has written
 ``<!-- in an environment -->``  the next block runs in a fresh virtual environment with shardwise (a slow test)
 ``<!-- file: NAME -->``         the next block is that file, in the folder that console blocks run in; with
                                 ``, run here too`` at its end it is also one of the page's Python blocks

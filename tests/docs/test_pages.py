@@ -1,5 +1,7 @@
 """The pages: links lead somewhere, every page is in the site, and every block of every page runs or says why not."""
 
+import ast
+import builtins
 import json
 import re
 import shlex
@@ -37,6 +39,36 @@ def test_every_block_runs_or_says_why_not(page, docs):
     for block in docs.blocks(page):
         runs = block.language in {"setup", "python", "console", *READ} or block.how.startswith(("in an", "file:"))
         assert runs or re.match(r"not run: \S+ \S+", block.how), f"{block} needs a language or a reason"
+
+
+# Names that the text above a block says are the reader's own.
+READERS_OWN = {"getting-started.md": {"model", "batch"}}
+
+
+def test_python_blocks_show_where_their_names_come_from(page, docs):
+    """A reader copies the blocks of a page one after another, and has no setup that the page does not show."""
+    own = READERS_OWN.get(page.name, set()) | set(dir(builtins))
+    shown = [b for b in docs.blocks(page) if b.language == "python"]
+    on_ranks = [b.text for b in shown if b.how == "on 4 ranks"]
+    in_one_process = [b.text for b in shown if not b.how or b.how.endswith(", run here too")]
+    for program in on_ranks, in_one_process:
+        assert not names_from_nowhere("".join(program)) - own
+
+
+def names_from_nowhere(program):
+    """The names that a program reads and neither binds nor imports anywhere."""
+    read, bound = set(), set()
+    for node in ast.walk(ast.parse(program)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.alias():
+                bound.add((node.asname or node.name).partition(".")[0])
+    return read - bound
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +133,9 @@ def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
     for block in docs.blocks(page):
         if block.how.startswith("file: ") and "/" not in block.how:
             (tmp_path / block.how.removeprefix("file: ").partition(",")[0]).write_text(block.text)
-        if block.language != "console" or block.how not in ("", "output varies"):
+        if block.how.startswith("written: "):
+            assert block.text == (tmp_path / block.how.removeprefix("written: ")).read_text(), str(block)
+        if block.language != "console" or block.how not in ("", "output varies", "output in part"):
             continue
         for command, shown in docs.commands(block.text):
             words = shlex.split(command)
@@ -113,7 +147,11 @@ def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
             assert result.exception is None or isinstance(result.exception, SystemExit), (
                 f"{block}: {result.exception!r}"
             )
-            if block.how != "output varies":
+            if block.how == "output in part":
+                printed = iter(docs.squeezed(result.output))
+                left_out = [line for line in docs.squeezed(shown) if line != "..." and line not in printed]
+                assert not left_out, f"{block} shows what the command does not print, or not there"
+            elif block.how != "output varies":
                 assert docs.squeezed(shown) == docs.squeezed(result.output), str(block)
 
 

@@ -1,5 +1,6 @@
 """The page on rehearsals: its large example prints what is shown."""
 
+import re
 import shlex
 
 import pytest
@@ -16,3 +17,12 @@ def test_the_large_example_prints_what_is_shown(docs):
     result = CliRunner().invoke(main, shlex.split(command)[1:])
     assert result.exit_code == 0, result.output
     assert docs.squeezed(shown) == docs.squeezed(result.output)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_without_the_redistributions_the_program_keeps_what_is_said(docs):
+    text = " ".join((docs.ROOT / "docs" / "rehearse.md").read_text().split())
+    program, kept = re.search(r"the same command with `(\S+)` shows (\S+ GiB) kept", text).groups()
+    result = CliRunner().invoke(main, ["rehearse", program, "--mesh", "8x16x8", "--names", "pod,tp,dp"])
+    assert f"kept by forward for backward {kept}" in " ".join(docs.squeezed(result.output))

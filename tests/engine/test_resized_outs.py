@@ -102,6 +102,16 @@ def test_one_with_elements_is_resized_only_if_it_is_plain(pool):
     pool.run(with_elements)
 
 
+def of_too_few_dims() -> None:
+    x = put(operands()[0], Shard(0))
+    with pytest.raises(InPlaceError, match="change the shape of the tensor in place, to \\(8, 6\\)"):
+        torch.add(x, x, out=x.new_ones(3))
+
+
+def test_one_with_elements_that_has_fewer_dims_than_the_result_is_refused_for_its_shape(pool):
+    pool.run(of_too_few_dims)
+
+
 def by_data() -> None:
     a, _ = operands()
     x = put(a, Shard(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,3 +184,25 @@ def test_a_plan_that_the_default_dtype_decides_is_made_once_for_each(x, monkeypa
             torch.set_default_dtype(torch.float32)
 
     assert plans_made(monkeypatch, run) == 2
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_the_traceback_of_a_refused_call_does_not_begin_with_the_search_for_its_plan(x):
+    with pytest.raises(RuntimeError, match="reduction dim") as refused:
+        x @ torch.ones(3, 3)
+    assert "KeyError" not in "".join(traceback.format_exception(refused.value))
+
+
+def refuse_while_handling(x):
+    try:
+        torch.ones(2) @ torch.ones(3)
+    except RuntimeError:
+        x @ torch.ones(5, 5)
+
+
+def test_what_the_program_was_at_stays_in_the_traceback(x):
+    with pytest.raises(RuntimeError, match="reduction dim") as refused:
+        refuse_while_handling(x)
+    assert "inconsistent tensor size" in str(refused.value.__context__)

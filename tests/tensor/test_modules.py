@@ -15,6 +15,7 @@ from shardwise import MeshTensor, Replicate, Shard
 from shardwise.errors import LayoutError, PlacementCountError, PlacementError, PlainTensorError
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.places import per_mesh_dim
+from shardwise.tensor.patterns import check_patterns
 from shardwise.testing import mesh
 
 R = Replicate()
@@ -104,6 +105,19 @@ def patterns():
 
 def test_patterns_that_have_no_effect_are_errors(two_ranks):
     two_ranks.run(patterns)
+
+
+def test_of_many_names_the_nearest_to_a_pattern_are_named():
+    names = [f"layers.{i}.{part}.weight" for i in range(20) for part in ("q_proj", "k_proj", "up", "down", "norm")]
+    with pytest.raises(PlacementError) as refused:
+        check_patterns("Model", {"layers.*.q_prj.weight": [Shard(0)]}, names)
+    found = refused.value.found
+    assert found.startswith(
+        "no parameter or buffer has such a name; of its 100 the nearest are layers.*.q_proj.weight, "
+    )
+    assert found.count("weight") <= 5
+    with pytest.raises(PlacementError, match=r"there are weight, bias\. Correct"):
+        check_patterns("Linear", {"wieght": [Shard(0)]}, ["weight", "bias"])
 
 
 def made_on_the_mesh():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.errors import LocalGradientError, LocalPlacementError, LocalResultError
+from shardwise.errors import ArgumentError, LocalGradientError, LocalPlacementError, LocalResultError
 from shardwise.testing import LocalRefuted, check_local
 
 R, S0, S1, SUM, AVG = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")
@@ -134,7 +134,18 @@ def test_numbers_keywords_and_another_function_for_one_device():
         names=("dp", "tp"),
         whole=whole_norm,
     )
-    assert str(report) == "local_norm on 4 simulated ranks: 2 results and 1 gradients are those of one device"
+    assert str(report) == "local_norm on 4 simulated ranks: 2 results and 1 gradient are those of one device"
+
+
+@pytest.mark.parametrize("mesh", [2, "2", (), (0,), (2, -1), (2.0,), {"dp": 0}])
+def test_a_mesh_without_ranks_judges_nothing_and_is_refused(mesh):
+    with pytest.raises(ArgumentError, match="sizes above 0"):
+        check_local(lambda x: x + 1, inputs=([S0],), outputs=[S0], args=(X,), mesh=mesh)
+
+
+def test_a_mesh_may_say_the_names_of_its_dims():
+    report = check_local(lambda x: x + 1, inputs={"x": {"tp": S0}}, outputs={"tp": S0}, args=(X,), mesh={"tp": 3})
+    assert str(report) == "<lambda> on 3 simulated ranks: 1 result and 1 gradient are those of one device"
 
 
 def test_it_takes_milliseconds():

@@ -86,6 +86,21 @@ def test_a_budget_fails_the_test(run, pytester):
     assert not (pytester.path / LOCK).exists()
 
 
+def test_one_budget_may_be_a_text(run, pytester):
+    edit(pytester, 'budgets=["tp forward 1MiB"]', 'budgets="tp forward 1B"')
+    run("--update-locks").stdout.fnmatch_lines(["*over the budget tp forward 1 B*"])
+
+
+def test_two_steps_of_a_test_do_not_write_one_file(run, pytester):
+    edit(pytester, '"tp": 4}, budgets', '"tp": 2})\n    communication_lock(step, {"dp": 2, "tp": 4}, budgets')
+    run("--update-locks").stdout.fnmatch_lines([f"*two steps of this test write {LOCK}: give each a name=*"])
+
+
+def test_a_text_in_place_of_the_function_is_told_so(run, pytester):
+    edit(pytester, "communication_lock(step,", 'communication_lock("train.py:step",')
+    run("--update-locks").stdout.fnmatch_lines(["*Give the function itself: communication_lock(step, mesh)*"])
+
+
 def test_a_lockfile_of_nonsense_fails_the_test(run, pytester):
     (pytester.path / LOCK).write_text("nonsense")
     run().stdout.fnmatch_lines(["*LockFileError: read the lockfile *: line 1: it is not a lockfile of communication*"])

@@ -20,7 +20,7 @@ from shardwise.cli.rule_checks import (
     read_samples,
     register,
 )
-from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
+from shardwise.cli.static_checks import check_entries, check_imports, check_packages, check_requires, check_surface
 from shardwise.cli.subject import SAMPLES, SAMPLES_GROUP, PluginToCheck, find_subject
 from shardwise.discovery.entry_points import GROUP
 from shardwise.kernel.first_party import is_first_party
@@ -63,6 +63,7 @@ def check(*, plugin: str, samples: Path | None, cases: int | None, full: bool, s
 def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -> Iterator[Finding]:
     yield from check_entries(subject)
     yield from check_requires(subject)
+    yield from check_packages(subject)
     modules = [entry.module for entry in subject.entries if entry.group == GROUP]
     imported = probe(modules, subject.roots) if modules else {}
     yield from check_imports(subject, imported)

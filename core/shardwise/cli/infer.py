@@ -82,7 +82,7 @@ def _decomposed(op: Op, registry: Registry) -> Iterator[str]:
     """What becomes of an op that has no rule yet: torch's formulas may make one unnecessary."""
     if op in registry or is_composite(op):  # of a composite op the notes say it
         return
-    if names := [formula.name for formula in formulas(op)]:
+    if names := [formula.name for formula in formulas(op) if formula.may_run(registry)]:
         yield (
             f"Without a rule the op runs decomposed ({', '.join(names)}) where every part has a rule; a rule may do "
             "better: shardwise explain shows the parts."

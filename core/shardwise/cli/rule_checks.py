@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -48,11 +49,12 @@ def register(subject: PluginToCheck) -> tuple[Registry, list[Finding]]:
         try:
             (status,) = load([plugin], registry, strict=True)
         except PluginLoadError as error:
-            do = (
-                "Mark it: @hookimpl from shardwise.hookspecs."
-                if "implements no" in error.found
-                else "Correct the hook."
-            )
+            if "implements no" not in error.found:
+                do = "Correct the hook."
+            elif entry.attr:
+                do = f'The entry point names a module: {entry.name} = "{entry.module}".'
+            else:
+                do = "Mark it: @hookimpl from shardwise.hookspecs."
             findings.append(Finding("hook", FAILED, f"{entry.name}: {error.found}", do))
             continue
         rules = len(registry.rules(entry.name)) + len(registry.see_all())
@@ -130,8 +132,8 @@ class Samples:
 def read_samples(path: Path) -> Samples:
     """``SAMPLES``, ``STAND_INS``, ``UNSAMPLED`` and ``UNEXERCISED`` of a file; each may be missing.
 
-    ``SAMPLES`` maps an op to a list of calls or to a function that makes one. Raises what the file raises, and
-    ``TypeError`` for one of them that is not a mapping.
+    ``SAMPLES`` maps an op to a list of calls or to a function that makes one. Raises what the file raises,
+    ``TypeError`` for one of them that is not a mapping, and ``LookupError`` if it has not one of them.
     """
     path_before = list(sys.path)
     sys.path.insert(0, str(path.parent))
@@ -142,7 +144,7 @@ def read_samples(path: Path) -> Samples:
 
 
 def declared_samples(entries: Iterable[EntryPoint]) -> Samples:
-    """The same of the modules that a distribution declares. Raises what they raise, and ``TypeError`` as above."""
+    """The same of the modules that a distribution declares. Raises what they raise, and as above."""
     all_of = Samples()
     for entry in entries:
         one = _samples_of(entry.load())
@@ -155,7 +157,13 @@ def declared_samples(entries: Iterable[EntryPoint]) -> Samples:
     return all_of
 
 
+_NAMES = ("SAMPLES", "STAND_INS", "UNSAMPLED", "UNEXERCISED")
+
+
 def _samples_of(module: ModuleType) -> Samples:
+    if not any(hasattr(module, name) for name in _NAMES):
+        near = [name for name in vars(module) if get_close_matches(name.upper(), _NAMES, n=1)]
+        raise LookupError(f"it defines no SAMPLES{f', but {near[0]}' if near else ''}")
     samples, stand_ins, unsampled = (by_op(_mapping(module, n)) for n in ("SAMPLES", "STAND_INS", "UNSAMPLED"))
     makers = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
     return Samples(makers, stand_ins, unsampled, _mapping(module, "UNEXERCISED"))

@@ -18,7 +18,7 @@ from shardwise.kernel.plurals import counted
 from shardwise.settings import normalised
 from shardwise.testing.light import Imported
 
-__all__ = ["check_entries", "check_imports", "check_requires", "check_surface"]
+__all__ = ["check_entries", "check_imports", "check_packages", "check_requires", "check_surface"]
 
 # What a plugin may import: the public package, what rules are written with, what the rare hooks return.
 SURFACE = frozenset(
@@ -89,6 +89,13 @@ def check_requires(subject: PluginToCheck) -> Iterator[Finding]:
         if missing
         else Finding("requires", OK, shown)
     )
+
+
+def check_packages(subject: PluginToCheck) -> Iterator[Finding]:
+    """Check that what goes into the wheel is there: a checkout works without it, and the wheel does not."""
+    for package in subject.absent:
+        found = f"pyproject.toml has {package} for the wheel, and there is no such folder"
+        yield Finding("packages", FAILED, found, "Correct packages in [tool.hatch.build.targets.wheel].")
 
 
 def check_imports(subject: PluginToCheck, imported: dict[str, Imported]) -> Iterator[Finding]:

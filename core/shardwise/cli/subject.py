@@ -15,13 +15,12 @@ import click
 from attrs import frozen
 
 from shardwise.cli.plugin_states import no_such_plugin, plugins_named
-from shardwise.discovery.entry_points import GROUP, discover
+from shardwise.discovery.entry_points import GROUP, LIKE_OURS, discover
 from shardwise.kernel.plurals import counted
 from shardwise.settings import Settings, normalised
 
-__all__ = ["FAMILY", "SAMPLES", "SAMPLES_GROUP", "PluginToCheck", "editable_folder", "find_subject"]
+__all__ = ["SAMPLES", "SAMPLES_GROUP", "PluginToCheck", "editable_folder", "find_subject"]
 
-FAMILY = GROUP.rstrip("0123456789")
 SAMPLES = Path("tests", "samples.py")
 """Where a checkout keeps the sample calls of its ops, if it does not declare them."""
 
@@ -33,9 +32,10 @@ SAMPLES_GROUP = "shardwise.samples"
 class PluginToCheck:
     """A plugin to check. ``kind``: installed, checkout, wheel or file.
 
-    ``entries`` are its entry points in shardwise's groups of any major version, ``requires`` its requirements (None:
-    they cannot be read), ``roots`` the folders that its modules are imported from (none: from the
-    environment), ``samples`` the file of its sample calls, ``declared`` the entry points of modules with sample calls.
+    ``entries`` are its entry points in shardwise's groups of any major version, and in groups that are slips of these.
+    ``requires`` are its requirements (None: they cannot be read), ``roots`` the folders that its modules are imported
+    from (none: from the environment), ``samples`` the file of its sample calls, ``declared`` the entry points of
+    modules with sample calls, ``absent`` what a checkout names for its wheel and does not have.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class PluginToCheck:
     roots: tuple[Path, ...] = ()
     samples: Path | None = None
     declared: tuple[EntryPoint, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         # A wheel's is a scratch folder.
@@ -75,7 +76,7 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
         if len(metadata) != 1:
             raise click.ClickException(f"{path} is not a wheel: it has {counted(len(metadata), 'folder')} of metadata")
         dist = PathDistribution(metadata[0])
-        entries = tuple(entry for entry in dist.entry_points if entry.group.startswith(FAMILY))
+        entries = tuple(entry for entry in dist.entry_points if LIKE_OURS.match(entry.group))
         name = normalised(dist.metadata["Name"])
         declared = _declared(dist, entries)
         requires = tuple(dist.requires or ())
@@ -156,13 +157,14 @@ def _checkout(folder: Path) -> PluginToCheck:
         tuple(
             EntryPoint(name=key, value=value, group=group)
             for group, listed in groups.items()
-            if group.startswith(FAMILY)
+            if LIKE_OURS.match(group)
             for key, value in listed.items()
         ),
         None if "dependencies" in project.get("dynamic", ()) else tuple(project.get("dependencies", ())),
         tuple(dict.fromkeys(_roots(folder, content.get("tool", {})))),
         _samples_in(folder),
         tuple(EntryPoint(name=key, value=value, group=SAMPLES_GROUP) for key, value in declared),
+        tuple(package for package in _hatch_packages(content.get("tool", {})) if not (folder / package).exists()),
     )
 
 
@@ -170,9 +172,9 @@ def _roots(folder: Path, tool: Mapping[str, Any]) -> Iterator[Path]:
     """The folders that a checkout's packages are imported from: those of its build backend, then src, then the
     checkout.
     """
-    build = _table_at(tool, "hatch", "build")
-    for package in [*_strings_at(build, "targets", "wheel", "packages"), *_strings_at(build, "packages")]:
+    for package in _hatch_packages(tool):
         yield (folder / package).parent
+    build = _table_at(tool, "hatch", "build")
     setuptools = _table_at(tool, "setuptools")
     places = [*_strings_at(build, "dev-mode-dirs"), *_strings_at(setuptools, "packages", "find", "where")]
     places += [root for package, root in _table_at(setuptools, "package-dir").items() if package == ""]
@@ -180,6 +182,12 @@ def _roots(folder: Path, tool: Mapping[str, Any]) -> Iterator[Path]:
         if (folder / place).is_dir():
             yield (folder / place).resolve()
     yield folder
+
+
+def _hatch_packages(tool: Mapping[str, Any]) -> list[str]:
+    """The folders that hatch puts into a wheel, which it builds without those that are not there."""
+    build = _table_at(tool, "hatch", "build")
+    return [*_strings_at(build, "targets", "wheel", "packages"), *_strings_at(build, "packages")]
 
 
 def _table_at(table: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:

@@ -79,10 +79,9 @@ def _resolutions(name: str, states: PluginStates) -> list[Resolution]:
         sentences = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
         if all(map(is_composite, ops)):
             sentences.append("torch writes it in terms of other ops, which need the rules.")
-        elif any(True for op in ops for _ in formulas(op)):
-            names = ", ".join(dict.fromkeys(formula.name for op in ops for formula in formulas(op)))
+        elif names := dict.fromkeys(f.name for op in ops for f in formulas(op) if f.may_run(registry)):
             sentences.append(
-                f"It runs decomposed ({names}) where every part has a rule; "
+                f"It runs decomposed ({', '.join(names)}) where every part has a rule; "
                 "that depends on the call: shardwise explain shows it."
             )
         advice = registry.known(map(op_name, ops))

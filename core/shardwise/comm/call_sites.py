@@ -7,6 +7,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from shardwise.kernel.handlers import HANDLER_FILE
+
 __all__ = [
     "OURS",
     "TORCH",
@@ -36,7 +38,6 @@ _INNER = (
     "private_torch",
     "random.py",
 )
-_HANDLER = "<shardwise handler of "
 TORCH = str(Path(torch.__file__).parent)
 OURS = (*(str(_CORE / part) for part in _INNER), "<shardwise")
 """How the names of files begin whose code a program did not write: torch's and shardwise's."""
@@ -91,7 +92,7 @@ def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType |
         if not is_inner[file] and not is_of_torch(frame):
             if user is None:
                 user, called = frame, handler or inner
-        elif file.startswith(_HANDLER):
+        elif file.startswith(HANDLER_FILE):
             user, called, handler = None, None, frame
         inner, frame = frame, frame.f_back
     return user, called
@@ -106,8 +107,8 @@ def operation(code: CodeType) -> str:
     """What the user's program called: an op for which a handler ran, a graph, or a function."""
     if code.co_filename.startswith(_COMPILED):
         return "a compiled graph"
-    if code.co_filename.startswith(_HANDLER):
-        return code.co_filename.removeprefix(_HANDLER).rstrip(">")
+    if code.co_filename.startswith(HANDLER_FILE):
+        return code.co_filename.removeprefix(HANDLER_FILE).rstrip(">")
     return str(getattr(code, "co_qualname", code.co_name))
 
 

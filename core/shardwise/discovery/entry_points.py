@@ -14,11 +14,12 @@ from shardwise.kernel.first_party import CORE, FAMILIES, PROJECT, core_version, 
 from shardwise.kernel.precedence import Origin
 from shardwise.settings import Settings, normalised, read_settings
 
-__all__ = ["GROUP", "InstalledPlugin", "discover"]
+__all__ = ["GROUP", "LIKE_OURS", "InstalledPlugin", "discover"]
 
 GROUP = "shardwise.plugins.v1"
 _FAMILY = "shardwise.plugins.v"
-_LIKE_OURS = re.compile(r"shardwise[-._]*plugin", re.IGNORECASE)
+LIKE_OURS = re.compile(r"shardwise[-._]*plugin", re.IGNORECASE)
+"""Groups of any major version, and slips in writing one, which are named instead of being passed over."""
 _VALUE = re.compile(r"\w+(\.\w+)*\s*(:\s*\w+(\.\w+)*\s*)?(\[.*\]\s*)?")
 """A module, an attribute of it and extras, as the specification of entry points has it."""
 
@@ -104,7 +105,7 @@ def _copies() -> dict[tuple[str, str, str], list[Copy]]:
     """
     by_name: dict[tuple[str, str, str], list[Copy]] = {}
     for read in distributions():
-        entries = [entry for entry in read.entry_points if _LIKE_OURS.match(entry.group)]
+        entries = [entry for entry in read.entry_points if LIKE_OURS.match(entry.group)]
         # A broken distribution may have no name. To parse metadata takes long, so only that of plugins is parsed.
         if entries and (dist := _Distribution(read)).name:
             name = normalised(dist.name)

@@ -217,6 +217,10 @@ def read_lock(path: str) -> RuleLock:
 
 
 def _plugin(table: dict[str, Any]) -> FrozenPlugin:
+    if missing := [name for name in _FIELDS if name not in table]:
+        raise ValueError(f"the entry of {short(repr(table.get('name', 'a plugin')))} has no {' and no '.join(missing)}")
+    if unknown := sorted(table.keys() - set(_FIELDS)):
+        raise ValueError(f"nothing in an entry of a plugin is called {short(unknown[0])!r}")
     made = FrozenPlugin(**table)
     for name in _FIELDS:
         value = getattr(made, name)

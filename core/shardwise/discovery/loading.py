@@ -193,7 +193,9 @@ def _observer(plugin: InstalledPlugin, observe: Callable[[Plan], None]) -> Calla
 
 
 def _failed(plugin: InstalledPlugin, error: BaseException, registry: Registry, *, strict: bool) -> Status:
-    cause = f"{type(error).__name__}: {error}"
+    # Each sentence of pluggy's is a line, and the last says what is wrong. A list of findings shows one line.
+    text = "; ".join(str(error).splitlines()) if isinstance(error, pluggy.PluginValidationError) else str(error)
+    cause = f"{type(error).__name__}: {text}"
     trace = traceback.format_exc()
     if plugin.first_party or strict:
         raise _fatal(plugin, cause) from error

@@ -37,10 +37,18 @@ __all__ = ["Decomposition", "Failed", "Formula", "answered", "decompose", "stand
 
 @frozen
 class Formula:
-    """A function of an op's arguments that computes the op by others; ``name`` names its source."""
+    """A function of an op's arguments that computes the op by others; ``name`` names its source.
+
+    ``needs`` is the op that it surely calls, where that is known without a trial.
+    """
 
     name: str
     run: Callable[..., Any]
+    needs: Op | None = None
+
+    def may_run(self, registry: Registry) -> bool:
+        """False where the op that it needs has no rule and no formula: no call can run by it."""
+        return self.needs is None or self.needs in registry or any(f.may_run(registry) for f in formulas(self.needs))
 
 
 @frozen
@@ -111,7 +119,7 @@ def formulas(op: Op) -> Iterator[Formula]:
         for target, result in zip(written, tensors_in(functional(*positional, **named)), strict=True):
             target.copy_(result)
 
-    yield Formula(f"{op_name(functional)} and a copy", run_and_copy)
+    yield Formula(f"{op_name(functional)} and a copy", run_and_copy, functional)
 
 
 # -- the trial of a formula ------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ class DescribedCall:
         return cls(entry, schema, make_call(entry.rule, schema, metas), metas, outputs is not None)
 
     def check(self, inputs: Sequence[TensorSpec | None]) -> None:
-        """Raise :class:`NoStrategyError` for results of unknown shape unless every operand is whole, and
-        :class:`InPlaceError` for an illegal write. ``inputs`` are the specs after redistribution.
+        """Raise :class:`NoStrategyError` for results of unknown shape unless every operand is whole. ``inputs`` are the
+        specs after redistribution.
         """
         if not self.is_known and not all(s is None or s.is_replicated for s in inputs):
             raise NoStrategyError(
@@ -73,7 +73,6 @@ class DescribedCall:
                 "arguments, the op lacks a fake that says so: torch.library.register_fake.",
                 op=op_name(self.schema.op),
             )
-        check_written(self.schema, self.metas)
 
 
 def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
@@ -95,6 +94,8 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
 def _plan(described: DescribedCall, choose: Choose) -> Plan:
     entry, schema, call = described.entry, described.schema, described.call
     refuse_dtypes(schema)
+    # Before a strategy: a rule says where the result lies in every operand that is written, whatever its shape.
+    check_written(schema, described.metas)
     decision = decided(entry.rule, schema, call) if choose is cheapest else None
     chosen = choose(entry.rule, schema, call) if decision is None else [decision[0]]
     targets, results = merged(schema, chosen)

@@ -176,9 +176,9 @@ def writable(op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
         if source is None:
             raise InPlaceError(
                 asked=f"run {op_name(op)} in place",
-                found="what it writes is a view whose base was redistributed for it, so that it no longer shares the "
-                "memory of its base",
-                do="Write to the base itself, or clone() the view first.",
+                found="what it writes is a copy in another layout: of the base of a view, or of a parameter that "
+                "sw.prefetch has gathered for a forward. The write would be lost",
+                do="Write to the base, or to the parameter outside of forward, or clone() the copy first.",
                 op=op_name(op),
             )
         source.check_writable()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.kernel.engine import Handler, started
-from shardwise.kernel.handlers import defaults, handler_source
+from shardwise.kernel.handlers import HANDLER_FILE, defaults, handler_source
 from shardwise.kernel.known_tensors import known_without_mesh
 from shardwise.kernel.nested import comparable, freeze
 from shardwise.kernel.operands import PLAIN, on_meta, operand_of, operands_of
@@ -259,7 +259,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "local_of": attrgetter("_local_tensor"),
         "on_meta": partial(on_meta, op),
         "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
-        "raised": partial(started.engine.raised, op),
+        "raised": partial(_raised, op),
         "reseat": reseat,
         "reseat_copy": reseat_copy,
         "watched": watched,
@@ -270,11 +270,27 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         **defaults(op),
     }
     source = handler_source(op, positional, keywords, info)
-    exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)  # noqa: S102  # our own text, as attrs does
+    exec(compile(source, f"{HANDLER_FILE}{op_name(op)}>", "exec"), scope)  # noqa: S102  # our own text, as attrs does
     handle: Handler = scope["handle"]
     leave_out_of_graphs(handle)
     _state.stores.append(store)
     return handle
+
+
+def _raised(op: Op, error: Exception) -> None:
+    """What a handler does with an error of its call."""
+    _leave_out_look_up(error)
+    started.engine.raised(op, error)
+
+
+def _leave_out_look_up(error: BaseException) -> None:
+    """Take the look-up that found no plan out of what a traceback shows: it is how a miss begins, and no fault."""
+    while (context := error.__context__) is not None:
+        trace = context.__traceback__
+        if trace is not None and trace.tb_next is None and trace.tb_frame.f_code.co_filename.startswith(HANDLER_FILE):
+            error.__context__ = context.__context__
+            return
+        error = context
 
 
 # -- the slow path -----------------------------------------------------------------------------------------------

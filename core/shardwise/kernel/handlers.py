@@ -30,7 +30,10 @@ from attrs import frozen
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Arg, Kind, Op, Result, op_name, signature
 
-__all__ = ["handler_source"]
+__all__ = ["HANDLER_FILE", "handler_source"]
+
+HANDLER_FILE = "<shardwise handler of "
+"""How the name of the file of a handler begins, as tracebacks show it; the op and ``>`` follow."""
 
 
 @frozen

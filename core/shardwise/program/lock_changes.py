@@ -8,6 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from shardwise.errors import CallError
+from shardwise.kernel.plurals import counted
 from shardwise.program.amounts import parse_size, size_text
 from shardwise.program.lock_file import MEMORY, PHASES, Lock, Row, patterns_of
 
@@ -188,7 +189,7 @@ def read_budget(text: str, mesh_names: Sequence[str]) -> Budget:
     """The budget ``tp forward 10GiB``. Raises :class:`CallError` for another text, mesh dim or phase."""
     words = text.split(None, 2)
     names: Mapping[int, Sequence[str]] = {0: (*mesh_names, ANY), 1: (*PHASES, ANY)}
-    found = "" if len(words) == 3 else f"it has {len(words)} words"  # noqa: PLR2004  # mesh dim, phase, size
+    found = "" if len(words) == 3 else f"it has {counted(len(words), 'word')}"  # noqa: PLR2004  # mesh dim, phase, size
     for i, known in names.items():
         if not found and words[i] not in known:
             found = f"{words[i]!r} is not one of {', '.join(known)}"

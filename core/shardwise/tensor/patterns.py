@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -28,7 +29,7 @@ def check_patterns(kind: str, patterns: Mapping[str, Places], names: Sequence[st
         if not fitting:
             raise PlacementError(
                 asked=f"place the tensors {pattern!r} of a {kind}",
-                found=f"no parameter or buffer has such a name; there are {', '.join(names)}",
+                found=f"no parameter or buffer has such a name; {_names_text(pattern, names)}",
                 do=_correction(pattern, names),
                 pattern=pattern,
             )
@@ -42,6 +43,21 @@ def check_patterns(kind: str, patterns: Mapping[str, Places], names: Sequence[st
                 pattern=pattern,
             )
         left = [name for name in left if name not in fitting]
+
+
+# So many names are listed in full, and so many of a longer list.
+_FEW, _NEAREST = 12, 5
+
+
+def _names_text(pattern: str, names: Sequence[str]) -> str:
+    """The names that there are; of many the nearest, with ``*`` for the numbers of layers."""
+    if len(names) <= _FEW:
+        return f"there are {', '.join(names)}"
+    from difflib import get_close_matches  # only here: what is well needs none
+
+    kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+    near = get_close_matches(pattern, kinds, n=_NEAREST, cutoff=0)
+    return f"of its {len(names)} the nearest are {', '.join(near)}"
 
 
 def _correction(pattern: str, names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
             tell(error, function.__name__)
             raise
 
+    _take_name(told, function)
     graph_calls.append(told)
 
     @wraps(function)
@@ -44,4 +45,11 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
             import shardwise.tensor.allow_in_graph  # noqa: F401
         return told(*args, **kwargs)
 
+    _take_name(call, function)
     return call
+
+
+def _take_name(wrapper: Any, function: Callable[..., Any]) -> None:
+    """Have tracebacks, and what is said of a collective, name the function that the program called."""
+    code = wrapper.__code__
+    wrapper.__code__ = code.replace(co_name=function.__name__, co_qualname=function.__qualname__)

@@ -10,9 +10,10 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from shardwise.errors import LocalPlacementError, LocalResultError, ShardingError
+from shardwise.errors import ArgumentError, LocalPlacementError, LocalResultError, ShardingError
 from shardwise.kernel.mesh import AbstractMesh, coordinates
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements, partial, shard, show_all
+from shardwise.kernel.plurals import counted as number_of
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch import trees as pytree
@@ -51,8 +52,8 @@ class LocalReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.function} on {self.ranks} simulated ranks: {self.results} results and {self.gradients} gradients "
-            "are those of one device"
+            f"{self.function} on {number_of(self.ranks, 'simulated rank')}: {number_of(self.results, 'result')} and "
+            f"{number_of(self.gradients, 'gradient')} are those of one device"
         )
 
 
@@ -63,7 +64,7 @@ def check_local(  # noqa: PLR0913  # what a call and a mesh are
     outputs: Any = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    mesh: Sequence[int] = (2, 2),
+    mesh: Mapping[str, int] | Sequence[int] = (2, 2),
     names: Sequence[str] | None = None,
     whole: Callable[..., Any] | None = None,
     double: bool = True,
@@ -73,7 +74,8 @@ def check_local(  # noqa: PLR0913  # what a call and a mesh are
     """Call a local function on the parts that simulated ranks have of ``args``, and compare with one device.
 
     ``fn`` is what :func:`shardwise.local` returned, or a function with ``inputs`` and ``outputs`` as ``local`` takes
-    them. ``args`` and ``kwargs`` have whole tensors. ``mesh`` is the shape of the mesh, with ``names`` for its dims.
+    them. ``args`` and ``kwargs`` have whole tensors. ``mesh`` is the shape of the mesh, with ``names`` for its dims, or
+    ``{"dp": 2, "tp": 2}``.
     One device calls ``fn`` itself on the whole tensors, or ``whole`` where that is another function. Partial arguments
     are split at random, and so are the gradients that come back. Each result, and the gradient of each floating
     argument, must be that of one device.
@@ -85,10 +87,24 @@ def check_local(  # noqa: PLR0913  # what a call and a mesh are
     raises for placements that do not fit.
     """
     function = _described(fn, inputs, outputs)
-    abstract = AbstractMesh(mesh, mesh_dim_names=None if names is None else tuple(names))
+    abstract = _abstract(mesh, names)
     trial = _Trial(function, abstract, whole or function.fn, rtol, seed)
     wide = _widened if double else _copied
     return trial.run(tuple(pytree.tree_map(wide, list(args))), pytree.tree_map(wide, dict(kwargs or {})))
+
+
+def _abstract(mesh: Any, names: Sequence[str] | None) -> AbstractMesh:
+    """The mesh of simulated ranks. Raises :class:`ArgumentError` for one that has none, on which anything is right."""
+    if isinstance(mesh, Mapping):
+        mesh, names = tuple(mesh.values()), tuple(mesh)
+    if not isinstance(mesh, Sequence) or not mesh or not all(type(size) is int and size > 0 for size in mesh):
+        raise ArgumentError(
+            asked="check a local function",
+            found=f"its argument 'mesh' is {mesh!r}",
+            do='Give a shape with sizes above 0, as in (2, 2), or {"dp": 2, "tp": 2}.',
+            argument="mesh",
+        )
+    return AbstractMesh(mesh, mesh_dim_names=None if names is None else tuple(names))
 
 
 def _described(fn: Callable[..., Any], inputs: Any, outputs: Any) -> LocalFunction:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import frozen
+from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.errors import CallError
+from shardwise.kernel.arguments import kind_of
 from shardwise.program.lock_changes import difference_text, read_budget
 from shardwise.program.lock_file import read_lock
 from shardwise.tools.lock import is_ci, lock_step, save_lock
@@ -26,6 +28,7 @@ class CommunicationLock:
     test_file: Path
     test: str
     update: bool = False
+    _written: set[Path] = field(factory=set, init=False)
 
     def __call__(
         self,
@@ -33,7 +36,7 @@ class CommunicationLock:
         mesh: Mapping[str, int] | Sequence[int],
         *,
         name: str = "",
-        budgets: Sequence[str] = (),
+        budgets: Sequence[str] | str = (),
     ) -> None:
         """Fail unless a step sends and holds what its lockfile says, and keeps within the budgets.
 
@@ -41,17 +44,27 @@ class CommunicationLock:
         that is for another mesh; where there is no file the test fails.
         """
         __tracebackhide__ = True
+        if not callable(step):
+            raise CallError(
+                asked=f"compare the step {step!r} with a lockfile",
+                found=f"it is {kind_of(step)}, and not a function",
+                do="Give the function itself: communication_lock(step, mesh). It takes a mesh.",
+            )
         names = tuple(mesh) if isinstance(mesh, Mapping) else None
         shape = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh)
         path = self.path(name)
         program = f"{self.test_file.name}::{self.test}{name and f' {name}'}"
         now = lock_step(step, shape, names, name=program)
-        excess = [line for text in budgets for line in read_budget(text, now.lock.mesh_names).excess_text(now.lock)]
+        texts = [budgets] if isinstance(budgets, str) else budgets
+        excess = [line for text in texts for line in read_budget(text, now.lock.mesh_names).excess_text(now.lock)]
         if excess:
             pytest.fail("\n".join(excess))
         if self.update:
             if is_ci(os.environ):
                 pytest.fail(f"{path.name} is not written: CI is set")
+            if path in self._written and read_lock(path) != now.lock:
+                pytest.fail(f"two steps of this test write {path.name}: give each a name=")
+            self._written.add(path)
             save_lock(now.lock, path)
             return
         if not path.exists():

@@ -183,7 +183,7 @@ def _threads() -> ThreadPoolExecutor:
     """Threads that serve one rank after another: kernels of convolutions keep in their thread what they prepared for a
     shape, and that takes longer than what ranks do.
     """
-    return ThreadPoolExecutor(max_workers=sys.maxsize, thread_name_prefix="rank")
+    return ThreadPoolExecutor(max_workers=sys.maxsize, thread_name_prefix="shardwise-rank")
 
 
 # A forked process has none of the threads.

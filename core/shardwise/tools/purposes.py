@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.decided import in_force, look_up
+from shardwise.kernel.handlers import HANDLER_FILE
 from shardwise.kernel.placements import Placement, show
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Kind, op_name
@@ -54,7 +55,7 @@ class Purpose:
         values = handler.f_locals
         plan = values.get("plan")
         if not isinstance(plan, Plan):
-            op = handler.f_code.co_filename.removeprefix("<shardwise handler of ").rstrip(">")
+            op = handler.f_code.co_filename.removeprefix(HANDLER_FILE).rstrip(">")
             return cls(op, "an agreement on a new plan", is_final=True)
         op = op_name(plan.schema.op)
         return cls(op, _why_of_call(op, plan, values, inner), implicit=not _is_decided(plan), is_final=True)

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from shardwise.comm.call_sites import is_of_torch
 from shardwise.comm.events import Event
+from shardwise.kernel.handlers import HANDLER_FILE
 from shardwise.private_torch.autograd_nodes import backward_number, running_node, sequence_number
 from shardwise.tools.program import Phases
 from shardwise.tools.purposes import Purpose, mesh_of, purpose_at
@@ -37,7 +38,6 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _MODULE = f"{_TORCH}nn/modules/module.py"
 _CALLS_OF_MODULES = ("_call_impl", "inner")
 _PYTHON = f"{Path(threading.__file__).parent}/"
-_HANDLER = "<shardwise handler of "
 #: Above these nothing is the user's: they run a program for somebody who observes it.
 _RUNNERS = ("tools/program.py", "tools/rehearse.py")
 
@@ -269,7 +269,7 @@ def _read_stack(frame: FrameType | None) -> _Found:
 @lru_cache(maxsize=4096)
 def _file(path: str) -> tuple[str, str]:
     """What a frame's file is: ``ours`` with its path in core, ``handler``, ``torch``, ``module``, ``user``, ``end``."""
-    if path.startswith(_HANDLER):
+    if path.startswith(HANDLER_FILE):
         return "handler", path
     if path.startswith(_CORE) and not path.startswith(f"{_CORE}demo/"):
         name = path.removeprefix(_CORE)
