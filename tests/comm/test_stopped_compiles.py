@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardwise.comm.failure_notes import Note, World
-from shardwise.comm.stopped_compiles import stop_compiling
+from shardwise.comm.stopped_compiles import raised_as, stop_compiling
+from shardwise.errors import RankFailedError
 
 # A bare assert has no message.
 NOTE = Note(1, "", "AssertionError", "", "AssertionError", 1, is_final=True)
@@ -65,3 +66,11 @@ def test_a_thread_is_stopped_only_inside_a_compiler(monkeypatch: pytest.MonkeyPa
     assert world.failure is NOTE
     assert len(compiles.raised) == (0 if finishes else 1)
     assert finishes or "rank 1 has failed: AssertionError" in str(compiles.raised[0])
+
+
+def test_python_may_give_the_class_a_value():
+    """It does where the error arrives while the thread makes another one."""
+    error = RankFailedError(asked="wait for the other ranks", found="rank 1 has failed", do="Correct it.")
+    assert raised_as(error)() is error
+    assert raised_as(error)("takes 2 arguments") is error
+    assert issubclass(raised_as(error), RankFailedError)

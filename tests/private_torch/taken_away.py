@@ -427,6 +427,7 @@ HALF_USED = partial(on_two_ranks, half_used)
 FALLBACKS = [
     Case(("torch.Tensor._dtensor__new__",), TRAINED, take=hide),
     Case((f"{C}._disabled_torch_function_impl",), TRAINED, take=hide),
+    Case(("torch._higher_order_ops", "torch._ops._higher_order_ops"), TRAINED, take=hide),
     Case(
         ("torch.utils._foreach_utils._foreach_supported_types", "torch.optim.optimizer._foreach_supported_types"),
         TRAINED,

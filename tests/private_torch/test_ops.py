@@ -47,6 +47,15 @@ def test_an_operator_of_higher_order_asks_a_table_by_class():
         assert operator(torch.Tensor._make_wrapper_subclass(Marked, (2,)), len) == ("taken", 2)
 
 
+def test_functions_of_control_flow_and_their_operators_are_found():
+    for name in ("cond", "while_loop", "scan", "map", "associative_scan"):
+        assert ops.control_flow(name).__name__ == name
+        assert ops.control_flow(name).__closure__ is None  # else shardwise leaves the function as it is
+    assert ops.control_flow("cond") is torch.cond
+    assert ops.control_flow("surely_not") is None
+    assert {"cond", "scan", "map_impl", "foreach_map"} <= {op.name() for op in ops.higher_order_operators()}
+
+
 def test_composite_ops_are_told_from_others():
     assert ops.is_composite(aten.linear.default)
     assert not ops.is_composite(aten.mm.default)

@@ -136,7 +136,10 @@ def test_formulas_with_powers_are_written_into_a_graph():
 def test_a_part_whose_sizes_are_left_open():
     part = torch.empty(3, 2)
     torch._dynamo.mark_dynamic(part, 0)
+    assert not tracing.varies(part)
     tracing.let_vary(part, range(2))
+    assert tracing.varies(part)
+    assert not tracing.varies(part.detach())
     seen = []
 
     def backend(graph, _):

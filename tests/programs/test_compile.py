@@ -591,6 +591,11 @@ def test_a_compiled_optimizer_step(ranks):
     ranks.run(step_compiled, "SGD")
 
 
+def test_a_compiled_step_whose_states_have_one_row_on_each_rank(two_ranks):
+    """The states were in a graph as MeshTensors, and their parts are then in one by themselves."""
+    two_ranks.run(step_compiled, "AdamW", (2, 8))
+
+
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"])

@@ -1,12 +1,17 @@
-"""``torch.cond`` and ``torch.while_loop`` on a mesh give what they give on one device."""
+"""Torch's control flow on a mesh gives what it gives on one device: by public names, and by those of"""
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.experimental.control_flow import map as of_functorch
+from torch import cond as cond_by_name
+from torch._higher_order_ops import associative_scan, foreach_map, scan, while_loop
+from torch._higher_order_ops import map as mapped
+from torch._higher_order_ops.scan import scan as of_its_module
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
-from shardwise.errors import LayoutError, RankDisagreementError
+from shardwise.errors import LayoutError, NoRuleError, RankDisagreementError
 from shardwise.testing import mesh as mesh_of
 
 X = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
@@ -116,7 +121,78 @@ def read_in_part(x, w, **also):
     return torch.stack([p.detach() for p in model.parameters()]).requires_grad_(w.requires_grad)
 
 
+def turn(carry, a):
+    carry = carry * 0.5 + a
+    return carry, carry.sin()
+
+
+def scanned(x, w):
+    carry, ys = scan(turn, w.new_zeros(2), x @ w)
+    return ys + carry
+
+
+def scanned_from_a_plain_start(x, w):
+    carry, ys = of_its_module(turn, torch.zeros(2, dtype=torch.float64), x @ w, reverse=True)
+    return ys * carry
+
+
+def scanned_along_the_columns(x, w):
+    """Some results have the scanned dim, and others have fewer dims than that."""
+    start = {"row": x[:, 0] * 0, "turns": torch.zeros((), dtype=torch.float64)}
+
+    def step(carry, slices):
+        row = carry["row"] + slices["x"] * (slices["w"] @ w).sum()
+        return {"row": row, "turns": carry["turns"] + 1}, [row.cos(), row.mean()]
+
+    carry, (rows, means) = scan(step, start, {"x": x, "w": w}, dim=-1)
+    return rows + means + carry["row"][:, None] * carry["turns"]
+
+
+def scanned_in_a_closure(x, w):
+    carry, ys = scan(lambda c, a: (c + a, (w * c).sum(0)), torch.zeros(2).double(), torch.ones(3, 2).double())
+    return x @ w + ys.sum() + carry
+
+
+def of_nothing_scanned(x, w):
+    carry, ys = scan(turn, x @ w, [])
+    return carry if ys == [] else None
+
+
+def mapped_rows(x, w):
+    return mapped(lambda a, b: (a @ b).tanh(), x, w) + of_functorch(lambda a, b: {"y": a @ b}, x, w)["y"]
+
+
+def scanned_by_halves(x, w):
+    return associative_scan(lambda a, b: a * b + a, x @ w, 0, combine_mode="generic")
+
+
+def decayed(x, w):
+    def both(one, other):
+        return one[0] * other[0], other[0] * one[1] + other[1]
+
+    return associative_scan(both, (x.cos(), x @ w), 0, reverse=True, combine_mode="generic")[1]
+
+
+def chosen_by_another_name(x, w):
+    return cond_by_name(x.sum() > 3, lambda a: (a @ w).sin(), lambda a: a - 1, (x,))
+
+
+def counted_by_another_name(x, w):
+    i, y = while_loop(lambda i, _: i < 3, lambda i, a: (i + 1, a @ w), (torch.tensor(0), x))
+    return y * i
+
+
 PROGRAMS = [
+    scanned,
+    scanned_from_a_plain_start,
+    scanned_along_the_columns,
+    scanned_in_a_closure,
+    of_nothing_scanned,
+    mapped_rows,
+    scanned_by_halves,
+    decayed,
+    chosen_by_another_name,
+    counted_by_another_name,
     chosen,
     of_nothing,
     nested,
@@ -130,7 +206,7 @@ PROGRAMS = [
     skipped,
     read_in_part,
 ]
-LOOPS = {counted, by_an_integer, until_large, without_a_turn}
+LOOPS = {counted, counted_by_another_name, by_an_integer, until_large, without_a_turn}
 LAYOUTS = {"batch": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)), "rows": (Shard(1), Shard(0))}
 
 
@@ -155,6 +231,7 @@ def results(layout):
     return [[whole(t) for t in run(program, x, w)] for program in PROGRAMS]
 
 
+@pytest.mark.filterwarnings("ignore")  # of dynamo, which runs torch's prototypes on one device
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_control_flow_is_as_on_one_device(ranks, layout):
     expected = [run(program, X, W) for program in PROGRAMS]
@@ -188,6 +265,14 @@ def refusals():
         torch.cond(x > 3, torch.sin, torch.cos, (x,))
     with pytest.raises(Exception, match=r"run outside of graphs.*torch\.where"):
         torch.compile(lambda a: torch.cond(a.sum() > 3, torch.sin, torch.cos, (a,)), backend="eager", fullgraph=True)(x)
+    with pytest.raises(LayoutError, match=r"slice of dim 0 of tensors of shapes.*do not have one length"):
+        scan(turn, x[0], [x, x[:2]])
+    with pytest.raises(LayoutError, match="there is no slice"):
+        mapped(torch.sin, x[:0])
+    with pytest.raises(NoRuleError, match=r"run foreach_map on MeshTensors.*loop over"):
+        foreach_map(torch.add, [x], [x])
+    with pytest.raises(Exception, match=r"run outside of graphs.*x\.unbind"):
+        torch.compile(lambda a: scan(turn, a[0], a), backend="eager", fullgraph=True)(x)
     partial = MeshTensor.from_local(torch.ones((), dtype=torch.float64), m, [Partial()])
     assert torch.cond(partial > 1.5, lambda a: a + 1, lambda a: a - 1, (x,)).sum().item() == X.sum() + 8
 
@@ -211,7 +296,27 @@ def test_a_compiled_program_is_broken_there(ranks):
         torch.testing.assert_close(actual, chosen(X * 2, W) + 1)
 
 
+def scanned_in_pieces():
+    m = mesh_of((dist.get_world_size(),))
+    x, w = (sw.distribute_tensor(t, m, [place]) for t, place in ((X, Shard(0)), (W, Replicate())))
+    compiled = torch.compile(lambda a, b: scanned(a * 2, b) + 1, backend="aot_eager")
+    whole_graph = torch.compile(decayed, backend="aot_eager", fullgraph=True)
+    by_kernel = associative_scan(torch.add, x, 0)  # the mode for elements, which on one device needs a card
+    return [whole(t) for t in (compiled(x, w), whole_graph(x, w), by_kernel)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_program_is_broken_at_a_scan(ranks):
+    expected = [scanned(X * 2, W) + 1, decayed(X, W), X.cumsum(0)]
+    for actual in ranks.run(scanned_in_pieces):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_plain_tensors_are_torchs():
+    with pytest.raises(ValueError, match="CUDA"):
+        associative_scan(torch.add, X, 0)
+    torch.testing.assert_close(scan(turn, W[0], X)[1], scan(turn, init=W[0], xs=X, dim=0)[1])
     assert torch.cond.__doc__
     torch.testing.assert_close(torch.cond(X.sum() > 3, torch.sin, torch.cos, (X,)), X.sin())
     (y,) = torch.while_loop(lambda a: a.sum() < 300, lambda a: (a * 2,), (X,))

@@ -15,7 +15,7 @@ from shardwise.comm.failure_notes import World
 from shardwise.errors import RankFailedError
 from shardwise.private_torch.compiling import compiling_frame
 
-__all__ = ["stop_compiling"]
+__all__ = ["raised_as", "stop_compiling"]
 
 
 def stop_compiling(world: World) -> None:
@@ -46,6 +46,13 @@ def _at_work() -> dict[int, FrameType]:
 
 
 def _raise_in(thread: int, error: BaseException) -> None:
-    """Raise an error in a thread. Python asks for a class, and calls it without arguments."""
-    kind = type(RankFailedError.__name__, (RankFailedError,), {"__new__": lambda _: error})
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+    """Raise an error in a thread."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(raised_as(error)))
+
+
+def raised_as(error: BaseException) -> type[BaseException]:
+    """A class that is this error when it is called. Python takes a class for another thread, and no instance.
+
+    It calls the class without arguments, but with a value if the error arrives while the thread makes another.
+    """
+    return type(RankFailedError.__name__, (RankFailedError,), {"__new__": lambda *_: error})

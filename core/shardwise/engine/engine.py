@@ -33,7 +33,7 @@ from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, op_name
 from shardwise.planning.results import forget_metas
-from shardwise.private_torch.ops import functional_of
+from shardwise.private_torch.ops import functional_of, higher_order_operators
 
 __all__ = ["PlanningEngine"]
 
@@ -64,7 +64,7 @@ class PlanningEngine:
             for op in registry.composites:
                 if op not in self._intercepted:
                     self._intercepted[op] = intercept(op, self.tensor_class, lambda: self.registry().composites)
-            for operator in registry.higher_order:
+            for operator in (*registry.higher_order, *higher_order_operators()):
                 if operator not in self._intercepted:
                     self._intercepted[operator] = take_higher_order(
                         operator, self.tensor_class, lambda: self.registry().higher_order

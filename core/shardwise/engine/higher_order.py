@@ -26,7 +26,8 @@ def take_higher_order(op: Any, tensor_class: type, functions: Callable[[], Mappi
             raise NoRuleError(
                 asked=f"run {op} on MeshTensors",
                 found="no plugin that is loaded has a function for this operator of higher order",
-                do="Load the plugin that has one (registry.add_higher_order), or call it on to_local() of each rank.",
+                do="Load the plugin that has one (registry.add_higher_order), loop over the tensors in Python, or "
+                "call it on to_local() of each rank.",
                 op=str(op),
             )
         return function(_call, *args, **kwargs)

@@ -22,12 +22,14 @@ __all__ = [
     "OpOverloadPacket",
     "binding_namespaces",
     "composite_kernel",
+    "control_flow",
     "custom_op_of",
     "define_op",
     "direct_call",
     "draws",
     "for_class",
     "functional_of",
+    "higher_order_operators",
     "is_composite",
     "is_view_in_place",
     "known_custom_op",
@@ -75,6 +77,19 @@ def for_class(op: Any, cls: type, function: Callable[..., Any]) -> None:
     if not hasattr(op, "py_impl"):
         refuse("torch._ops.HigherOrderOperator.py_impl", f"run {op} on tensors of a mesh")
     op.py_impl(cls)(function)
+
+
+def higher_order_operators() -> list[Any]:
+    """The operators that take functions and that torch has defined so far. No public name lists them."""
+    return list((find_part("torch._ops._higher_order_ops") or {}).values())
+
+
+def control_flow(name: str) -> Any | None:
+    """Torch's function of control flow with this name, such as ``scan``; ``None`` if it has none.
+
+    Some have no public name yet. Torch exports the others from there.
+    """
+    return getattr(find_part("torch._higher_order_ops"), name, None)
 
 
 def known_custom_op(name: str) -> Any | None:

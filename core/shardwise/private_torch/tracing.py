@@ -53,6 +53,7 @@ __all__ = [
     "settled",
     "take_plain_tangents",
     "without_data",
+    "varies",
 ]
 
 # -- torch.compile ---------------------------------------------------------------------------------------------------
@@ -224,6 +225,11 @@ def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
     mark the outer tensor, too.
     """
     part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
+
+
+def varies(part: torch.Tensor) -> bool:
+    """Whether a tensor has the mark of :func:`let_vary`."""
+    return hasattr(part, "_dynamo_unbacked_indices")
 
 
 def is_open(size: Any) -> bool:

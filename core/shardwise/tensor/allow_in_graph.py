@@ -16,8 +16,9 @@ from shardwise.private_torch.tracing import graph_calls
 torch.compiler.allow_in_graph(graph_calls)  # type: ignore[no-untyped-call]
 
 _REASON = (
-    "torch.cond and torch.while_loop with MeshTensors run outside of graphs, because torch cannot merge branches of "
-    "such tensors. Compile without fullgraph=True, or compute both and choose with torch.where."
+    "torch.cond, torch.while_loop, scan and map with MeshTensors run outside of graphs, because torch cannot merge "
+    "branches of such tensors. Compile without fullgraph=True. In place of torch.cond, compute both and choose with "
+    "torch.where; in place of scan and map, loop over x.unbind()."
 )
 
 

@@ -12,15 +12,20 @@ from typing import Any
 import torch
 
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.tracing import is_open, let_vary, outside_modes, retraced, same_symbol
+from shardwise.private_torch.tracing import is_open, let_vary, outside_modes, retraced, same_symbol, varies
 
-__all__ = ["leave_to_whole", "tied"]
+__all__ = ["leave_to_whole", "on_its_own", "tied"]
 
 
 def leave_to_whole(local: torch.Tensor) -> None:
     """Keep torch from guarding a part's sizes."""
     if type(local) is torch.Tensor:
         let_vary(local, range(local.ndim))
+
+
+def on_its_own(local: torch.Tensor) -> torch.Tensor:
+    """A part that may enter a graph without the whole tensor, which then guards the part's sizes like all others."""
+    return local.detach() if varies(local) else local
 
 
 def tied(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

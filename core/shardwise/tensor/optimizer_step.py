@@ -28,6 +28,7 @@ from shardwise.kernel.view_copies import note_write, watched
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.late_grads import late, place_late
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.open_sizes import on_its_own
 from shardwise.tensor.replaced import take_new_parameters
 from shardwise.tensor.replica_check import check_after_step, replica_steps
 
@@ -110,7 +111,7 @@ class _Twin:
         local_of = dict(zip(self.parameters, self.locals, strict=True))
         # A loaded state may have entries of parameters that the optimizer does not have. A step does not read them.
         known = ((local_of.get(p), s) for p, s in optimizer.state.items())
-        states = {p: {k: _local(v) for k, v in s.items()} for p, s in known if p is not None}
+        states = {p: {k: _part(v) for k, v in s.items()} for p, s in known if p is not None}
         self.local_states = defaultdict(dict, states)
         self.local_tensors = list(_values(states.values()))
 
@@ -134,7 +135,7 @@ class _Twin:
             elif isinstance(grad, MeshTensor) and isinstance(parameter, MeshTensor):
                 if grad._spec is not parameter._spec and not _same_layout(parameter._spec, grad._spec):
                     return False
-                local.grad = grad._local_tensor
+                local.grad = on_its_own(grad._local_tensor)
             elif not _has_mesh_tensor((parameter, grad)):
                 local.grad = grad
             else:
@@ -173,6 +174,11 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
 
 def _local(value: Any) -> Any:
     return value._local_tensor if isinstance(value, MeshTensor) else value
+
+
+def _part(value: Any) -> Any:
+    """A state for the twin, whose step enters a graph by itself where a program has compiled ``optimizer.step``."""
+    return on_its_own(value._local_tensor) if isinstance(value, MeshTensor) else value
 
 
 def _values(states: Iterable[Any]) -> Iterator[Any]:
