@@ -2,19 +2,22 @@
 a warm step never leaves the device.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from shaped_programs import PROGRAMS, Experts, Language, distributed, ids, rows, sharded, training
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise import Shard
+from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
-from shardwise.errors import DeviceMismatchError
+from shardwise.errors import CommunicationError, DeviceMismatchError
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.fake import fake_tensors
@@ -239,6 +242,52 @@ def test_an_offloaded_state_has_its_parts_on_the_host():
     rehearse(program, (8,), device="cuda")
     assert devices == {("cpu", "cpu")}
     assert {n: t.spec for n, t in states["offloaded"].items()} == {n: t.spec for n, t in states["itself"].items()}
+
+
+def numbers_on_the_host(mesh):
+    whole = [Replicate()] * (mesh.ndim - 1)
+    model = distributed(Experts(), mesh, {"up": [*whole, Shard(0)]})
+    x = sharded(torch.rand(16, 8), mesh)
+    weight = torch.rand(8, 4, requires_grad=True)
+    scores = x @ sw.distribute_tensor(weight, mesh, [*whole, Shard(1)], src_data_rank=None)
+    for whole in (scores.cpu(), scores.to("cpu"), scores.detach().to("cpu", torch.float64, non_blocking=True)):
+        assert not isinstance(whole, sw.MeshTensor)
+        assert (whole.device.type, whole.shape) == ("cpu", scores.shape)
+    assert isinstance(scores.to(torch.float64), sw.MeshTensor)
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    assert {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in model.state_dict().items()}
+    weight = model.up
+    weight.cpu().square().sum().backward()
+    assert (weight.grad.placements, weight.grad.device.type) == (weight.placements, "cuda")
+    with pytest.raises(DeviceMismatchError, match="mesh of cuda devices"):
+        model.cpu()
+    with sw.communication("forbid"), pytest.raises(CommunicationError, match="copy to the host"):
+        scores.cpu()
+    with save_on_cpu():
+        loss = (x * weight.sum()).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_a_program_reads_numbers_on_the_host(shape):
+    """As one device: the whole tensor, plain, with its gradient; a module is not made whole by that."""
+    rehearse(numbers_on_the_host, shape, device="cuda")
+
+
+def test_saved_tensors_go_to_the_host_by_their_parts():
+    sent = {}
+
+    def program(mesh):
+        weight = sw.distribute_tensor(torch.rand(16, 8, requires_grad=True), mesh, [Shard(0)], src_data_rank=None)
+        for name, saving in (("host", save_on_cpu()), ("device", nullcontext())):
+            sent[name] = []
+            with observe(sent[name].append):
+                with saving:
+                    loss = weight.exp().square().mean()
+                loss.backward()
+
+    rehearse(program, (8,), device="cuda")
+    assert [(e.kind, e.nbytes) for e in sent["host"]] == [(e.kind, e.nbytes) for e in sent["device"]]
 
 
 def test_a_tensor_that_a_program_asks_for_on_the_host_is_refused():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any
 
 import torch
 
 from shardwise.private_torch.parts import find_part
 
-__all__ = ["convert_through_data"]
+__all__ = ["convert_through_data", "is_converting"]
 
 _ASKED = "is_traceable_wrapper_subclass"
 
@@ -29,3 +30,8 @@ def convert_through_data(cls: type) -> None:
         return not isinstance(converted, cls) and bool(is_wrapper(converted))
 
     vars(torch.nn.modules.module)[_ASKED] = is_swapped
+
+
+def is_converting(call: FrameType | None) -> bool:
+    """Whether a call is that of ``module.to(...)`` or its like for one of the module's tensors."""
+    return call is not None and call.f_globals.get("__name__") == "torch.nn.modules.module"

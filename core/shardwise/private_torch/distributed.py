@@ -32,6 +32,7 @@ __all__ = [
     "graph_all_to_all",
     "graph_reduce_scatter",
     "is_reachable",
+    "is_saving_on_host",
     "is_staging",
     "new_local_group",
     "share_gloo_device",
@@ -333,6 +334,14 @@ def is_staging(call: FrameType | None) -> bool:
     so. A torch with another module for it gets the error for an op that leaves the mesh's devices.
     """
     return call is not None and call.f_globals.get("__name__") == _STAGES
+
+
+def is_saving_on_host(call: FrameType | None) -> bool:
+    """Whether a call is that of ``torch.autograd.graph.save_on_cpu``, which brings the tensor back for the backward.
+
+    It asks as a program that wants numbers does. Where torch moves it, each saved tensor is whole on the host.
+    """
+    return call is not None and call.f_globals.get("__name__") == "torch.autograd.graph"
 
 
 _STAGES = "torch.distributed.checkpoint._state_dict_stager"

@@ -46,7 +46,7 @@ from shardwise.private_torch.tracing import (
     record_constants,
     take_plain_tangents,
 )
-from shardwise.tensor import autograd, dcp_chunks, leaf_grads, memory_access, open_sizes
+from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
 from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
@@ -360,6 +360,10 @@ class MeshTensor(torch.Tensor):
         with torch.no_grad():
             judge_move("tolist()", "x", self._spec, [Replicate()] * self._spec.mesh.ndim)
             return self.full_tensor().tolist()
+
+    # -- devices --
+    cpu = host_copies.cpu
+    to = host_copies.to
 
     # -- memory --
     data = memory_access.data
