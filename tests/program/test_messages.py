@@ -96,6 +96,30 @@ def test_many_layers_are_folded_to_as_many_classes_as_some(seed, width):
     assert 0.9 * whole.bound() < best <= whole.bound() + BARELY
 
 
+def test_the_more_layers_are_told_apart_the_closer_is_the_bound():
+    """Layers with sums that skip calls, as in a transformer."""
+    block, count = 8, 24 * 8
+    random = np.random.default_rng(0)
+    own = random.integers(0, 20, (block, STATES)).astype(float)
+    each = Cells(np.arange(STATES), STATES)
+    tables = {
+        kind: PairTable(random.integers(0, 20, (STATES, STATES)).astype(float), (each, each))
+        for kind in range(2 * block)
+    }
+    pairs = [(v % block, v, v + 1) for v in range(count - 1)]
+    pairs += [(block + v % block, v, v + 3) for v in range(0, count - 3, 2)]
+    bounds = []
+    for hops in (1, 4, 12, count):
+        messages = messages_of([v % block for v in range(count)], own, tables, pairs, hops)
+        bounds.append(0.0)
+        for _ in range(60):
+            messages.sweep()
+            bounds[-1] = max(bounds[-1], messages.bound())
+    assert bounds == sorted(bounds)
+    assert bounds[0] < bounds[2] - 1
+    assert bounds[2] == pytest.approx(bounds[3], rel=1e-4)
+
+
 def test_a_chain_is_folded_to_its_ends_and_what_is_between():
     graph = FoldedGraph([0, 1, 1, 1, 1, 2], [(0, v, v + 1) for v in range(5)], hops=1)
     assert [graph.classes.count(graph.classes[v]) for v in range(6)] == [1, 1, 2, 2, 1, 1]

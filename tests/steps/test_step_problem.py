@@ -26,6 +26,7 @@ from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.least_memory import LeastMemory
 from shardwise.program.moment_prices import PRICE_BITS, MomentPrices
 from shardwise.program.step_bound import step_bound
+from shardwise.program.step_factors import StepFactors
 from shardwise.program.step_limit import PricedSearch
 from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_problem import StepProblem
@@ -339,6 +340,32 @@ def test_parts_by_mesh_dim_bound_what_is_too_large_for_joint_tables(seed, monkey
         least = min(problem.cost(candidate) for candidate in every_assignment(problem))
         best = solve_step(problem, [problem.as_recorded(), problem.as_replicated()])
         assert 0.9 * least < step_bound(problem, best, work_of(problem, costs)) <= least
+
+
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 3, 4), marks=SAMPLE)])
+@pytest.mark.parametrize("price", [0, 1000])
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+def test_close_costs_of_moves_are_those_of_the_searches_but_for_some_nanoseconds(seed, price, shape):
+    with fake_mesh(*shape) as mesh:
+        _, problem, costs, _ = recorded(chain(mesh, seed))
+        problem = StepProblem(
+            problem.graph, costs, memory=StepMemory(problem.graph, Fraction(4)), price=Fraction(price)
+        )
+        best = solve_step(problem, [problem.as_recorded(), problem.as_replicated()])
+        moves = {
+            factor: close
+            for factor in StepFactors(problem, best, work_of(problem, costs)).uses
+            if (close := factor.close())
+        }
+        assert moves
+        draw = random.Random(seed)  # noqa: S311  # no secret
+        for factor, (table, is_whole) in moves.items():
+            assert is_whole, "no call of this program makes a strided shard"
+            for _ in range(8):
+                kinds = tuple(draw.randrange(n) for n in table.shape)
+                exact = factor.exact(kinds)
+                low = min(table[kinds], FORBIDDEN)
+                assert low <= exact <= low * (1 + 1e-6) + 4 or exact == FORBIDDEN == low
 
 
 # -- free parameters and memory ------------------------------------------------------------------------------------

@@ -378,6 +378,9 @@ class _PlanStore:
         None if its ``out=`` tensors had another shape than the results and were resized: then it is another call now.
         """
         plan = self.cold.get(key)
+        if plan is not None and recording.recorder is not None and plan.sends is None and not _state.observers:
+            recording.recorder.plan = plan  # most calls of a step that is recorded
+            return plan
         if plan is None:
             # Values alone may be NaN.
             place = comparable(key) if self.info.by_value else key, torch.get_default_dtype()

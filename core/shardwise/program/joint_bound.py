@@ -3,8 +3,9 @@
 A variable of the joint problem has one state per combination of its states on the mesh dims, so nothing that couples
 the mesh dims is given up. What is given up is agreement around circles of variables: :mod:`shardwise.program.messages`.
 
-Costs of moves are known to be low enough at first (:mod:`shardwise.program.cheap_moves`), and exact where the reference
-is. Each round asks for the exact costs of the moves that the messages would choose.
+Costs of moves come from tables of all paths (:mod:`shardwise.planning.path_table`). Others, those of strided shards and
+what calls send, are known to be low enough at first (:mod:`shardwise.program.cheap_moves`), and exact where the
+reference is. Each round asks for the exact costs of those that the messages would choose.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from shardwise.program.step_parts import Factor
 
 __all__ = ["joint_bound"]
 
-_ROUNDS, _WORK = 150, 40_000_000_000
-"""Rounds at most, and entries of tables that they go through together: minutes, on four mesh dims."""
+_ROUNDS, _WORK = 150, 12_000_000_000
+"""Rounds at most, and entries of tables that they go through together: on four mesh dims 30 rounds, a minute or two."""
 
 _PATIENCE, _GAIN = 15, 1e-5
 """Rounds in vain, with less than this part of the cost gained and no move found to be dearer, that are the last. A
 bound that is this close to the cost is close enough.
+"""
+
+_SEVERAL = 3
+"""Mesh dims up to which both ways are tried: with close costs from the start messages may come to rest early, 1 % below
+the plan of 7 billion parameters, where those that learn them reach 0.5 %.
 """
 
 _LEARNS_FROM = 4  # rounds; what the first ones would choose is far from any plan
@@ -48,7 +54,15 @@ def joint_bound(step: StepFactors, enough: int) -> int | None:
 
     ``enough`` is the cost of a plan, which no bound exceeds.
     """
-    tables = _JointTables(step, float(enough) + 1)
+    several = step.problem.graph.mesh.ndim <= _SEVERAL
+    bounds = [
+        _bound(_JointTables(step, float(enough) + 1, is_close), enough) for is_close in (True, False)[: 1 + several]
+    ]
+    return max((bound for bound in bounds if bound is not None), default=None)
+
+
+def _bound(tables: _JointTables, enough: int) -> int | None:
+    """The best bound of the rounds on some tables."""
     if not tables.fit:
         return None
     messages = tables.messages()
@@ -73,6 +87,8 @@ class _JointTables:
 
     step: StepFactors
     highest: float
+    #: Whether all moves have close costs from the start.
+    is_close: bool = True
     #: What pairs and variables cost: factors, and by mesh dim what must stay.
     _sources: list[Any] = field(factory=list, init=False)
     _graph: FoldedGraph = field(init=False)
@@ -122,9 +138,10 @@ class _JointTables:
                 if b < calls:
                     first[a] = min(first.get(a, b), b)
         positions[calls:] = [first.get(v, v) + 0.5 for v in range(calls, len(positions))]
-        tables = {kind: pair.fill(self.highest) for kind, pair in self._pairs.items()}
+        tables = {kind: pair.fill(self.highest, self.is_close) for kind, pair in self._pairs.items()}
         unary = [self._own_costs(members[0]) for members in graph.members]
         middle = [positions[members[len(members) // 2]] for members in graph.members]
+        self.step.forget_paths()
         return Messages(graph, unary, tables, middle)
 
     def learn(self, messages: Messages) -> bool:
@@ -135,7 +152,7 @@ class _JointTables:
             raised |= self._put_in_own(c, state, messages.unary[c])
         for kind, u, a, v, b in self._graph.counts:
             pair = self._pairs[kind]
-            if pair.factor is None:
+            if pair.factor is None or pair.is_close:
                 continue
             here = pair.cells_of(states[u], states[v])
             for cells in (here, *messages.cheapest_beside(kind, here, (u, a), (v, b))):
@@ -179,7 +196,7 @@ class _JointTables:
     def _own_costs(self, v: int) -> Floats:
         total = np.zeros(math.prod(self.step.sizes[v]))
         for number in self._unary[v]:
-            total += _joint(self._sources[number], self.highest).reshape(-1)
+            total += _joint(self._sources[number], self.highest, is_close=self.is_close)[0].reshape(-1)
         key = self._rows_of(v)
         if key is not None:
             if key not in self._allowed:
@@ -201,6 +218,8 @@ class _JointPair:
     cells: tuple[list[Indices], list[Indices]]
     counts: tuple[list[int], list[int]]
     filled: PairTable | None = None
+    #: Whether its costs are as good as exact.
+    is_close: bool = False
 
     @classmethod
     def of(cls, source: Any) -> _JointPair:
@@ -219,10 +238,12 @@ class _JointPair:
     def factor(self) -> Factor | None:
         return self.source if isinstance(self.source, Factor) else None
 
-    def fill(self, highest: float) -> PairTable:
+    def fill(self, highest: float, is_close: bool) -> PairTable:
         """Make the table of the costs over cells of all mesh dims together."""
         ndim = len(self.parts)
-        costs = _joint(self.source, highest, [part.reshape(-1) for part in self.parts])
+        costs, self.is_close = _joint(
+            self.source, highest, [part.reshape(-1) for part in self.parts], is_close=is_close
+        )
         costs = costs.reshape([n for both in zip(*self.counts, strict=True) for n in both])
         costs = costs.transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])
         shape = math.prod(self.counts[0]), math.prod(self.counts[1])
@@ -241,15 +262,21 @@ class _JointPair:
         return tuple(int(part[i, j]) for part, i, j in zip(self.parts, *places, strict=True))
 
 
-def _joint(source: Any, highest: float, parts: Sequence[Any] | None = None) -> Floats:
-    """The costs of combinations of states, or of the given parts, one by mesh dim."""
+def _joint(source: Any, highest: float, parts: Sequence[Any] | None = None, *, is_close: bool) -> tuple[Floats, bool]:
+    """The costs of combinations of states, or of the given parts, one by mesh dim; and whether all are close to the
+    exact ones.
+    """
     if not isinstance(source, Factor):
         costs: Floats = np.minimum(reduce(np.add.outer, source if parts is None else parts), highest)
-        return costs
+        return costs, True
     kinds = source.kinds if parts is None else parts
     codes = [np.append(codes, 0)[kind] for codes, kind in zip(source.codes, kinds, strict=True)]
-    illegal = reduce(np.logical_or.outer, [kind == -1 for kind in kinds])
-    return np.where(illegal, highest, np.minimum(source.costs[np.ix_(*codes)], highest))
+    costs = np.minimum(source.costs[np.ix_(*codes)], highest)
+    close = source.close() if is_close else None
+    if close is not None:
+        np.maximum(costs, np.minimum(close[0][np.ix_(*kinds)], highest), out=costs)
+    costs[reduce(np.logical_or.outer, [kind == -1 for kind in kinds])] = highest
+    return costs, close is not None and close[1]
 
 
 def _flat(cells: Sequence[Indices], counts: Sequence[int]) -> Indices:

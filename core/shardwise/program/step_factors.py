@@ -15,9 +15,12 @@ import numpy as np
 from attrs import define, field, frozen
 
 from shardwise.kernel.placements import REPLICATE, Placement, Shard, is_strided, shard_dim
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.cost import links_of, step_costs
+from shardwise.planning.layout_graph import graph_of
+from shardwise.planning.path_table import PathTable
 from shardwise.program.cheap_moves import KINDS, SAFE, CheapMoves, Floats, kind_of_move
-from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.step_graph import Places
 from shardwise.program.step_parts import Factor, Indices, split
 from shardwise.program.step_problem import Assignment, StepProblem
@@ -70,6 +73,7 @@ class StepFactors:
     _moves: CheapMoves = field(init=False)
     _rests: dict[int, _Side] = field(init=False)
     _known: dict[Any, Any] = field(factory=dict, init=False)
+    _paths: dict[TensorMeta, PathTable | None] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         problem, graph = self.problem, self.problem.graph
@@ -177,6 +181,7 @@ class StepFactors:
         kinds: Sequence[Indices],
         exact: Callable[[Sequence[int]], float],
         codes: Sequence[Indices] | None = None,
+        close: Callable[[], tuple[Floats, bool] | None] = lambda: None,
     ) -> Factor:
         """A factor of a table of costs that are low enough, exact at a place."""
         table = np.floor(table)
@@ -186,7 +191,7 @@ class StepFactors:
         )
         highest = max(highest, float(table[at]))
         table = np.minimum(table, highest)
-        return Factor(table, split(table, at), kinds, own, exact, highest)
+        return Factor(table, split(table, at), kinds, own, exact, highest, close)
 
     def _work(self, place: int) -> Factor:
         problem = self.problem
@@ -320,7 +325,43 @@ class StepFactors:
             src, dst = zip(*(of[k] for of, k in zip(pairs, chosen, strict=True)), strict=True)
             return self._move_cost(t, src, dst, shared_by, keeps)
 
-        return self._factor(table, reference, kinds, exact, codes)
+        def close() -> tuple[Floats, bool] | None:
+            return self._close_costs(t, pairs, shared_by, keeps)
+
+        return self._factor(table, reference, kinds, exact, codes, close)
+
+    def _close_costs(
+        self, t: int, pairs: Sequence[Sequence[tuple[Placement, Placement]]], shared_by: int, keeps: bool
+    ) -> tuple[Floats, bool] | None:
+        """The costs of moves of a tensor by pairs of placements; see :class:`Factor`. None without a table of paths."""
+        spec, mesh = self.problem.graph.tensors[t].spec, self.problem.graph.mesh
+        meta = spec.tensor_meta
+        if meta not in self._paths:
+            self._paths[meta] = PathTable.of(graph_of(spec.untagged, links_of(mesh)))
+        table = self._paths[meta]
+        if table is None:
+            return None
+        places, known = [], []
+        for m, of in enumerate(pairs):
+            codes = [[table.code(p) for p in pair] for pair in of]
+            known.append(np.array([None not in ends for ends in codes]))
+            weight = len(table.codes) ** (len(pairs) - 1 - m)
+            places.append(np.array([weight * ((a or 0) * len(table.seconds) + (b or 0)) for a, b in codes], np.intp))
+        seconds = table.seconds.reshape(-1)[reduce(np.add.outer, places)]
+        costs = np.floor(np.floor(seconds * (NANOSECONDS * SAFE)) / shared_by)
+        if keeps and self.problem.price:
+            parts = [
+                [1 / n if shard_dim(b) is not None else 1.0 for _, b in of]
+                for of, n in zip(pairs, mesh.shape, strict=True)
+            ]
+            kept = np.floor(meta.nbytes * _product(parts) * float(self.problem.price) * SAFE)
+            costs += np.where(seconds > 0, np.maximum(kept - 1, 0.0), 0.0)
+        are_known = reduce(np.logical_and.outer, known)
+        return np.where(are_known, costs, 0.0), bool(are_known.all())
+
+    def forget_paths(self) -> None:
+        """Drop the costs of all paths, which close costs are made of."""
+        self._paths.clear()
 
     def _move_cost(self, t: int, src: Places, dst: Places, shared_by: int, keeps: bool) -> int:
         cost = self.problem.move(t, src, dst)

@@ -110,6 +110,9 @@ class Factor:
     codes: list[Indices]
     exact: Callable[[Sequence[int]], float]
     highest: float
+    #: Makes an array of the costs of all combinations of kinds, each low enough: close ones, but too many to keep. Also
+    #: whether none is left out, as 0.
+    close: Callable[[], tuple[Floats, bool] | None] = lambda: None
     #: Combinations of kinds that were chosen lately, with weights.
     _recent: dict[tuple[int, ...], float] = field(factory=dict, init=False)
     _asked: set[tuple[int, ...]] = field(factory=set, init=False)

@@ -15,6 +15,7 @@ from shardwise.kernel.dispatcher import record
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.plan import Plan
+from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import Rule
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op
@@ -33,37 +34,42 @@ _tokens = count()
 
 @frozen(eq=False)
 class _Facts:
-    """What all calls by a plan have in common: most of a step's calls have a plan that an earlier one had."""
+    """What all calls of an op have in common."""
 
-    plan: Plan  # keeps its id
-    op: Op
-    mesh: Any
-    is_open: bool
+    entry: Entry  # keeps its id
+    is_rule: bool
     is_view: bool
-    #: Indices of the operands that the op writes.
-    written: tuple[int, ...]
-    #: Per argument with tensors: its place, its name, whether it is a list, and the specs.
-    tensors: tuple[tuple[int, str, bool, tuple[TensorSpec | None, ...]], ...]
-    #: Per result: whether it is a tensor, whether a list, and the operand that it aliases.
-    results: tuple[tuple[bool, bool, int | None], ...]
+    #: Per argument with tensors: its place, its name, and whether it is a list.
+    tensors: tuple[tuple[int, str, bool], ...]
+    #: Per tensor that is returned: which of the results it is, whether a list, and the argument that it aliases.
+    results: tuple[tuple[int, bool, int | None], ...]
+    has_lists: bool
+    #: Whether there is one result, a tensor that aliases nothing.
+    is_plain: bool
 
     @classmethod
-    def of(cls, plan: Plan) -> _Facts:
-        schema = plan.schema
-        starts, declared = schema.starts, schema.signature.results
-        is_open = (
-            isinstance(plan.entry.rule, Rule)
-            and not plan.entry.rule.zip_lists
-            and len(plan.strategies) == 1
-            and not any(r.reseats for r in declared)
-        )
-        tensors = tuple(
-            (i, arg.name, arg.kind is Kind.TENSORS, tuple(value or ()) if arg.kind is Kind.TENSORS else (value,))
-            for i, (arg, value) in enumerate(zip(schema.signature.args, schema.values, strict=True))
-            if arg.kind in (Kind.TENSOR, Kind.TENSORS)
-        )
-        results = tuple((r.is_tensor, r.is_list, None if r.alias is None else starts[r.alias]) for r in declared)
-        return cls(plan, schema.op, schema.mesh, is_open, schema.is_view, schema.written, tensors, results)
+    def of(cls, schema: OpSchema, entry: Entry) -> _Facts:
+        args, declared = schema.signature.args, schema.signature.results
+        is_rule = isinstance(entry.rule, Rule) and not entry.rule.zip_lists and not any(r.reseats for r in declared)
+        kinds = [(i, arg.name, arg.kind) for i, arg in enumerate(args) if arg.kind in (Kind.TENSOR, Kind.TENSORS)]
+        tensors = tuple((i, name, kind is Kind.TENSORS) for i, name, kind in kinds)
+        results = tuple((i, r.is_list, r.alias) for i, r in enumerate(declared) if r.is_tensor)
+        has_lists = any(is_list for _, _, is_list in tensors)
+        is_plain = len(declared) == 1 and results == ((0, False, None),)
+        return cls(entry, is_rule, schema.is_view, tensors, results, has_lists, is_plain)
+
+    def start(self, schema: OpSchema, argument: int) -> int:
+        """Which of the operands of a call, lists flattened, an argument's first tensor is."""
+        if self.has_lists:
+            return schema.starts[argument]
+        return next(n for n, (i, _, _) in enumerate(self.tensors) if i == argument)
+
+
+_OfPlan = tuple[Plan, _Facts, OpSchema, tuple[int, ...], bool]
+"""What calls by a plan have in common, most of which have one that an earlier one had: the plan (so that its id stays
+its own), what all calls of its op have, the schema, the operands that are written, and whether a decision may be about
+them.
+"""
 
 
 @define(eq=False)
@@ -79,20 +85,20 @@ class Recording:
     leaves: list[Any] = field(factory=list)
     # What becomes the nodes of the graph: nothing is made of it while the step runs.
     _calls: list[tuple[Any, ...]] = field(factory=list)
-    # Of each tensor: its spec, the call that made it, the first tensor with its memory, and its name.
-    _tensors: list[tuple[TensorSpec, int | None, int, str]] = field(factory=list)
+    # Of each tensor: its spec, the call that made it, the tensor that it is a view of, and its name.
+    _tensors: list[tuple[TensorSpec, int | None, int | None, str]] = field(factory=list)
     _sinks: list[Sink] = field(factory=list)
     # By leaf, which sinks are those of its gradients that wait for each other.
     _late: dict[int, list[int]] = field(factory=dict)
     _moved: dict[int, int] = field(factory=dict)
     _written: set[int] = field(factory=set)
     plan: Plan | None = None
-    # By id of a plan.
+    _plans: dict[int, _OfPlan] = field(factory=dict)
+    # By id of an op's entry.
     _facts: dict[int, _Facts] = field(factory=dict)
     _gradient_of: tuple[int, int] | None = None
     _token: int = field(factory=lambda: next(_tokens))
     _modules: list[str] = field(factory=list)
-    _made_in: dict[int, str] = field(factory=dict)
     _names: dict[int, str] = field(factory=dict)
 
     @contextmanager
@@ -114,18 +120,31 @@ class Recording:
         for of_leaf in self._late.values():
             for i in of_leaf:
                 sinks[i] = evolve(sinks[i], shared_by=len(of_leaf))
+        roots: list[int] = []
+        for n, (_, _, base, _) in enumerate(self._tensors):
+            roots.append(n if base is None else roots[base])
+        tensors = zip(self._tensors, roots, strict=True)
         whole = StepGraph(
             self.meshes[0],
-            tuple(
-                CallNode(n, plan.entry, plan.schema, tuple(operands), tuple(results), plan.strategies, phase, module)
-                for n, plan, operands, results, phase, module in self._calls
-            ),
-            tuple(TensorNode(n, *tensor) for n, tensor in enumerate(self._tensors)),
+            tuple(self._call_nodes()),
+            tuple(TensorNode(n, spec, maker, root, name) for n, ((spec, maker, _, name), root) in enumerate(tensors)),
             tuple(sinks),
-            frozenset(self._written),
+            frozenset(roots[t] for t in self._written),
             moved=dict(self._moved),
         )
         return whole.without_dead_calls()
+
+    def _call_nodes(self) -> Iterator[CallNode]:
+        """The calls. One that no module made, as in a backward pass, is of the module that made the latest of its
+        operands in forward.
+        """
+        made_in: dict[int, str] = {}
+        for n, (plan, operands, results, is_backward, running) in enumerate(self._calls):
+            latest = max((t for t in operands if t in made_in), default=None) if running is None else None
+            module = running if running is not None else "" if latest is None else made_in[latest]
+            made_in.update((t, module) for t in results if t is not None)
+            phase = "backward" if is_backward else "forward"
+            yield CallNode(n, plan.entry, plan.schema, tuple(operands), tuple(results), plan.strategies, phase, module)
 
     @property
     def calls(self) -> int:
@@ -135,7 +154,7 @@ class Recording:
     @property
     def schemas(self) -> set[OpSchema]:
         """The different calls that were recorded."""
-        return {call[1].schema for call in self._calls}
+        return {call[0].schema for call in self._calls}
 
     def tag_leaves(self, depth: int) -> None:
         """Give parameters and buffers the tags by which decisions know them."""
@@ -153,30 +172,22 @@ class Recording:
             return
         if plan is None:
             return
-        of = self._facts.get(id(plan))
-        if of is None:
-            of = self._facts[id(plan)] = _Facts.of(plan)
-        if of.op is not op:
+        _, of, schema, written, may_decide = self._plans.get(id(plan)) or self._met(plan)
+        if schema.op is not op:
             return
-        if of.mesh not in self.meshes:
-            self.meshes.append(of.mesh)
-        operands = self._operands(of, args, kwargs)
-        for i in of.written:
-            if (t := operands[i]) is not None:
-                self._written.add(self._root(t))
+        operands = self._operands(of, schema, args, kwargs)
+        if written:
+            self._written.update(t for i in written if (t := operands[i]) is not None)
         is_backward = in_backward()
         # The copy that autograd makes of a gradient is the leaf's: no decision is about it.
-        is_open = of.is_open and (not is_backward or of.is_view or leaf_to_accumulate() is None)
+        is_open = may_decide and (not is_backward or of.is_view or leaf_to_accumulate() is None)
         number = len(self._calls) if is_open else None
-        results = self._results(of, operands, result, number)
+        results = self._results(of, schema, operands, result, number)
         if number is None:
             self._sinks += [Sink(t, _layout(self._tensors[t][0])) for t in operands if t is not None]
             return
-        module = self._modules[-1] if self._modules else self._module_of(operands)
-        for t in results:
-            if t is not None:
-                self._made_in[t] = module
-        self._calls.append((number, plan, operands, results, "backward" if is_backward else "forward", module))
+        module = self._modules[-1] if self._modules else None
+        self._calls.append((plan, operands, results, is_backward, module))
 
     def redistributed(self, source: Any, result: Any) -> None:
         """The program, or the layout of a gradient, asked for another layout of a tensor."""
@@ -195,7 +206,7 @@ class Recording:
         t = self._operand(gradient, gradient._spec)
         assert t is not None
         # It becomes ``.grad``, which anybody may write: it may not be a copy that a view had to make.
-        self._written.add(self._root(t))
+        self._written.add(t)
         node = None if leaf is None else self._operand(leaf, leaf._spec)
         # The redistribution to the leaf's layout comes next.
         self._gradient_of = None if node is None else (t, node)
@@ -222,18 +233,39 @@ class Recording:
         assert t is not None
         self._sinks.append(Sink(t, _layout(tensor._spec), stays=True))
 
+    def _met(self, plan: Plan) -> _OfPlan:
+        """Note a plan that runs a call for the first time."""
+        schema, entry = plan.schema, plan.entry
+        of = self._facts.get(id(entry))
+        if of is None:
+            of = self._facts[id(entry)] = _Facts.of(schema, entry)
+        if schema.mesh not in self.meshes:
+            self.meshes.append(schema.mesh)
+        known = plan, of, schema, schema.written, of.is_rule and len(plan.strategies) == 1
+        self._plans[id(plan)] = known
+        return known
+
     # -- tensors -------------------------------------------------------------------------------------------------
 
-    def _operands(self, of: _Facts, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[int | None]:
+    def _operands(
+        self, of: _Facts, schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> list[int | None]:
         """The number of each tensor operand, lists flattened."""
         numbers: list[int | None] = []
-        passed = len(args)
-        for i, name, is_list, specs in of.tensors:
+        passed, token, specs = len(args), self._token, schema.values
+        for i, name, is_list in of.tensors:
             value = args[i] if i < passed else None if kwargs is None else kwargs.get(name)
             if is_list:
-                numbers += [self._operand(part, spec) for part, spec in zip(value or (), specs, strict=True)]
-            else:
-                numbers.append(self._operand(value, specs[0]))
+                parts = zip(value or (), specs[i] or (), strict=True)
+                numbers += [self._operand(part, spec) for part, spec in parts]
+                continue
+            if type(value) is MeshTensor:
+                of_value = value.__dict__
+                known = of_value.get(_NODE)
+                if known is not None and known[0] == token and NAME not in of_value:
+                    numbers.append(known[1])
+                    continue
+            numbers.append(self._operand(value, specs[i]))
         return numbers
 
     def _operand(self, value: Any, spec: TensorSpec | None) -> int | None:
@@ -241,7 +273,8 @@ class Recording:
         if spec is None:
             return None
         if not isinstance(value, MeshTensor):
-            return self._append(spec, None, None)
+            self._tensors.append((spec, None, None, ""))
+            return len(self._tensors) - 1
         of_value = value.__dict__
         known = of_value.get(_NODE)
         # A parameter that is made while this records was an op's result before it had its name.
@@ -254,27 +287,23 @@ class Recording:
         return number
 
     def _new(self, tensor: Any, maker: int | None, base: int | None) -> int:
-        of_tensor = tensor.__dict__
-        number = self._append(tensor._spec, maker, base, of_tensor.get(NAME, ""))
+        of_tensor, tensors = tensor.__dict__, self._tensors
+        number = len(tensors)
+        tensors.append((tensor._spec, maker, base, of_tensor.get(NAME, "")))
         of_tensor[_NODE] = (self._token, number)
         return number
 
-    def _append(self, spec: TensorSpec, maker: int | None, base: int | None, name: str = "") -> int:
-        number = len(self._tensors)
-        self._tensors.append((spec, maker, number if base is None else self._root(base), name))
-        return number
-
-    def _root(self, t: int) -> int:
-        return self._tensors[t][2]
-
-    def _results(self, of: _Facts, operands: Sequence[int | None], result: Any, maker: int | None) -> list[int | None]:
-        values = result if len(of.results) > 1 else (result,)
+    def _results(
+        self, of: _Facts, schema: OpSchema, operands: Sequence[int | None], result: Any, maker: int | None
+    ) -> list[int | None]:
+        if of.is_plain and type(result) is MeshTensor:
+            return [self._new(result, maker, None)]
         numbers: list[int | None] = []
-        for (is_tensor, is_list, alias), value in zip(of.results, values, strict=False):
-            if is_tensor:
-                base = None if alias is None else operands[alias]
-                parts = value if is_list else (value,)
-                numbers += [self._new(part, maker, base) if isinstance(part, MeshTensor) else None for part in parts]
+        for i, is_list, alias in of.results:
+            base = None if alias is None else operands[of.start(schema, alias)]
+            value = result if len(schema.signature.results) == 1 else result[i]
+            parts = value if is_list else (value,)
+            numbers += [self._new(part, maker, base) if isinstance(part, MeshTensor) else None for part in parts]
         return numbers
 
     # -- where in the program ------------------------------------------------------------------------------------
@@ -292,11 +321,6 @@ class Recording:
     def _leave(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if self._modules:
             self._modules.pop()
-
-    def _module_of(self, operands: Sequence[int | None]) -> str:
-        """Where no module runs, as in a backward pass: the one that made the latest of the operands in forward."""
-        latest = max((t for t in operands if t in self._made_in), default=None)
-        return "" if latest is None else self._made_in[latest]
 
 
 def _layout(spec: TensorSpec) -> Places:
