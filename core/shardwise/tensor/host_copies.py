@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 from types import FrameType
 from typing import Any, cast
 
@@ -25,28 +24,33 @@ from shardwise.private_torch.distributed import is_saving_on_host
 __all__ = ["cpu", "to"]
 
 
-def _or_whole(of_torch: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(of_torch)
-    def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return of_torch(tensor, *args, **kwargs)
-        except DeviceMismatchError as error:
-            caller = cast("FrameType", inspect.currentframe()).f_back
-            # A module would hold whole tensors from here on.
-            if torch.device(error.device).type != "cpu" or is_converting(caller):
-                raise
-        if is_saving_on_host(caller):
-            return wrap(fresh(tensor._local_tensor).cpu(), tensor._spec)
-        return of_torch(_whole(tensor), *args, **kwargs)
+def cpu(tensor: Any, *, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+    """On a mesh of CPUs this tensor; else the whole tensor on the host, plain and differentiable, on every rank.
 
-    return move
+    Under ``torch.autograd.graph.save_on_cpu`` each rank's part is copied. Raises :class:`DeviceMismatchError` for a
+    parameter of ``module.cpu()``, which would leave the mesh.
+    """
+    try:
+        return torch.Tensor.cpu(tensor, memory_format=memory_format)
+    except DeviceMismatchError as error:
+        return _on_host(tensor, error, inspect.currentframe(), torch.Tensor.cpu, memory_format=memory_format)
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Torch's own; to the host as :meth:`cpu` does."""
+    try:
+        return torch.Tensor.to(tensor, *args, **kwargs)
+    except DeviceMismatchError as error:
+        return _on_host(tensor, error, inspect.currentframe(), torch.Tensor.to, *args, **kwargs)
+
+
+def _on_host(
+    tensor: Any, error: DeviceMismatchError, here: FrameType | None, move: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    caller = cast("FrameType", here).f_back
+    if torch.device(error.device).type != "cpu" or is_converting(caller):  # a module would hold whole tensors
+        raise error
+    if is_saving_on_host(caller):
+        return wrap(fresh(tensor._local_tensor).cpu(), tensor._spec)
     judge_move("copy to the host", "x", tensor._spec, [Replicate()] * tensor._spec.mesh.ndim)
-    whole: torch.Tensor = tensor.full_tensor()
-    return whole
-
-
-cpu = _or_whole(torch.Tensor.cpu)
-to = _or_whole(torch.Tensor.to)
+    return move(tensor.full_tensor(), *args, **kwargs)
