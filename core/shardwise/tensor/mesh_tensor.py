@@ -362,7 +362,7 @@ class MeshTensor(torch.Tensor):
             return self.full_tensor().tolist()
 
     # -- devices --
-    cpu = host_copies.cpu
+    cpu = host_copies.cpu  # type: ignore[assignment]  # torch annotates its own as positional, and takes none
     to = host_copies.to
 
     # -- memory --
