@@ -485,6 +485,7 @@ COMPILED_FALLBACKS = [
         COMPILED,
         take=hide,
     ),
+    Case((f"{FX}._build_proxy_for_sym_expr", "._build_proxy_for_sym_expr"), COMPILED, take=hide),
     Case(("torch._dynamo.convert_frame.CatchErrorsWrapper",), partial(on_two_ranks, refused_while_compiled), take=hide),
     Case(("._dynamo_unbacked_indices",), COMPILED, take=lambda _: forget("tracing", "let_vary", lambda *_: None)),
     Case(("._dynamo_marked_constant",), COMPILED, take=lambda _: forget("tracing", "constant_in_graphs", lambda f: f)),

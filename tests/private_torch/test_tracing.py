@@ -133,6 +133,27 @@ def test_formulas_with_powers_are_written_into_a_graph():
     assert [len(y) for y in graph(torch.ones(4))] == [16, 196, 8]
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_product_of_three_sizes_is_written_into_a_graph(told, monkeypatch):
+    """Torch writes one call of `operator.mul` with three operands, of which the graph's code reads two."""
+    from torch.fx.experimental import proxy_tensor
+
+    monkeypatch.setattr(proxy_tensor, "_build_proxy_for_sym_expr", proxy_tensor._build_proxy_for_sym_expr)
+    tracing.write_products_in_pairs()
+
+    def program(x):
+        with tracing.outside_modes():
+            product = x.shape[0] * x.shape[1] * x.shape[2]
+            largest = 2 * torch.sym_max(torch.sym_max(x.shape[0], x.shape[1]), x.shape[2])
+        if told:
+            tracing.make_known([product, largest])
+        return x.new_zeros(product), x.new_zeros(product // 2), x.new_zeros(largest)
+
+    graph = make_fx(program, tracing_mode="symbolic")(torch.ones(2, 3, 4))
+    assert [len(y) for y in graph(torch.ones(3, 4, 5))] == [60, 30, 10]
+    assert not any("nary" in str(node.target) for node in graph.graph.nodes)  # what Inductor does not know
+
+
 def test_a_part_whose_sizes_are_left_open():
     part = torch.empty(3, 2)
     torch._dynamo.mark_dynamic(part, 0)

@@ -89,7 +89,7 @@ def plan_symbolic_call(
                     "old[mask] = new does.",
                 )
                 if is_layout_only(local):  # dynamo ends its graph before the call, or has no other graph and says this
-                    raise NoNumberError(unknown.cond, f"{type(refusal).__name__}: {refusal}") from unknown
+                    raise NoNumberError(unknown.cond, f"{type(refusal).__name__}: {refusal}") from refusal
                 raise refusal from unknown
             return put_in_order(make_plan(DescribedCall.of(entry, schema, output_metas(op, numbers, entry.rule.meta))))
         for value in plan.static or ():

@@ -11,13 +11,13 @@ from shardwise.private_torch.parts import find_part
 __all__ = ["raise_as_they_are"]
 
 _CATCHES = "torch._dynamo.convert_frame.CatchErrorsWrapper"
-_WRAPPERS = ("TorchRuntimeError", "BackendCompilerFailed", "InternalTorchDynamoError")
+_WRAPPERS = ("TorchRuntimeError", "BackendCompilerFailed", "InternalTorchDynamoError", "UserError")
 
 
 def raise_as_they_are(cls: type[BaseException]) -> None:
     """Have errors of a class come out of compiled functions as they are, with dynamo's own error as their cause.
 
-    Dynamo makes another error of each, of one of three classes of its own, so that ``except`` does not find it. It
+    Dynamo makes another error of each, of one of four classes of its own, so that ``except`` does not find it. It
     tells nobody which errors to leave. Without its function the wrapped error comes, with the text of the original.
     """
     when_imported("torch._dynamo.convert_frame", lambda module: _raise_as_they_are(module, cls))

@@ -54,6 +54,7 @@ __all__ = [
     "take_plain_tangents",
     "without_data",
     "varies",
+    "write_products_in_pairs",
 ]
 
 # -- torch.compile ---------------------------------------------------------------------------------------------------
@@ -393,6 +394,44 @@ def make_known(sizes: Iterable[Any]) -> None:
 
 
 _WRITING = "write the size of a shard into a compiled graph"
+_WRITES = "torch.fx.experimental.proxy_tensor._build_proxy_for_sym_expr"
+
+
+def write_products_in_pairs() -> None:
+    """Have torch write the product, or the largest, of several sizes as calls with two operands.
+
+    It writes one call of ``operator.mul`` with all of them (torch 2.11 to 2.13). Inductor refuses that, and the code of
+    a graph reads the first two: a wrong size. For the largest it writes a function that Inductor does not know. Without
+    the part of torch nothing is changed.
+    """
+    when_imported("torch.fx.experimental.proxy_tensor", _write_products_in_pairs)
+
+
+def _write_products_in_pairs(module: Any) -> None:
+    write = find_part(_WRITES)
+    if write is None:
+        return
+
+    def write_formula(tracer: Any, formula: Any, out: Any = None) -> Any:
+        join = _joins().get(getattr(formula, "func", None))
+        if join is None or formula in tracer.sympy_expr_tracker:
+            return write(tracer, formula, out)
+        parts = [write_formula(tracer, part) for part in formula.args]
+        if any(part is None for part in parts):
+            return None
+        *front, last = parts
+        return _noted(tracer, join, reduce(partial(_noted, tracer, join), front), last, out=out)
+
+    module._build_proxy_for_sym_expr = write_formula
+
+
+@cache
+def _joins() -> dict[Any, Callable[..., Any]]:
+    """By class of formula: the function of two operands that a formula of more is made of."""
+    functions = find_part("torch.fx.experimental.proxy_tensor._sympy_handlers")
+    joins = {"mul": operator.mul, "_nary_sym_max": torch.sym_max, "_nary_sym_min": torch.sym_min}
+    of_torch = {} if functions is None else functions()
+    return {kind: joins[f.__name__] for kind, f in of_torch.items() if getattr(f, "__name__", None) in joins}
 
 
 def _written(formula: Any, tracer: Any) -> Any:
@@ -405,16 +444,16 @@ def _written(formula: Any, tracer: Any) -> Any:
     parts = [_written(part, tracer) for part in formula.args]
     if formula.is_Pow:
         parts = parts[:1] * parts[1]
-    if not (formula.is_Pow or formula.is_Mul or formula.is_Add):
+    if not (formula.is_Pow or formula.is_Mul or formula.is_Add or formula.func in _joins()):
         functions = torch_part("torch.fx.experimental.proxy_tensor._sympy_handlers", _WRITING)()
         return _noted(tracer, functions[formula.func], *parts)
-    join = operator.add if formula.is_Add else operator.mul
+    join = operator.add if formula.is_Add else _joins().get(formula.func, operator.mul)
     return reduce(partial(_noted, tracer, join), parts)
 
 
-def _noted(tracer: Any, function: Callable[..., Any], *operands: Any) -> Any:
-    """Compute with sizes outside the modes, and note in the graph how."""
-    result = function(*operands)
+def _noted(tracer: Any, function: Callable[..., Any], *operands: Any, out: Any = None) -> Any:
+    """Compute with sizes outside the modes, and note in the graph how; or note it for a size that is there, ``out``."""
+    result = function(*operands) if out is None else out
     note = torch_part("torch.fx.experimental.proxy_tensor._sym_register", _WRITING)
     note(tracer, function, operands, result)
     return result

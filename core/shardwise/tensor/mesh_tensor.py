@@ -45,6 +45,7 @@ from shardwise.private_torch.tracing import (
     make_known,
     record_constants,
     take_plain_tangents,
+    write_products_in_pairs,
 )
 from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
 from shardwise.tensor.control_flow import take_control_flow
@@ -508,5 +509,6 @@ take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
+write_products_in_pairs()
 raise_as_they_are(ShardingError)
 start(MeshTensor, PlanningEngine(MeshTensor))
