@@ -745,11 +745,14 @@ def of_selected(program, layouts):
 
 
 BY_ROWS, BY_PRODUCTS = (Shard(0), Shard(1)), (Replicate(), Shard(0))
+NOT_YET = pytest.mark.skipif(torch.__version__ < "2.12", reason="cross_entropy guards by sizes that data decides")
 # Every day the two programs that compile soonest have a product whose sums are pending, too.
 OF_SELECTED = [
-    *((program, BY_ROWS) for program in (scored, clipped, written, routed, gathered)),
+    pytest.param(scored, BY_ROWS, marks=NOT_YET),
+    *((program, BY_ROWS) for program in (clipped, written, routed, gathered)),
     *((program, BY_PRODUCTS) for program in (clipped, written)),
-    *(pytest.param(program, BY_PRODUCTS, marks=SAMPLE) for program in (scored, routed, gathered)),
+    pytest.param(scored, BY_PRODUCTS, marks=[*SAMPLE, NOT_YET]),
+    *(pytest.param(program, BY_PRODUCTS, marks=SAMPLE) for program in (routed, gathered)),
 ]
 
 

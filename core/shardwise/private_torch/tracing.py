@@ -190,11 +190,16 @@ def guess_of(size: torch.SymInt) -> int:
     try:
         return hint_of(size)
     except NoNumberError:
-        # torch 2.13 has the function.
+        # torch 2.13 has the function, earlier releases a method for sizes that are known.
         guess = getattr(symbolic_shapes, "optimization_hint", None)
-        if guess is None:
-            raise
-        return int(guess(size))
+        if guess is not None:
+            return int(guess(size))
+        formula = size.node.expr
+        guessed = dict.fromkeys(symbolic_shapes.free_unbacked_symbols(formula), _GUESS)
+        return int(size.node.shape_env.size_hint(formula.subs(guessed)))
+
+
+_GUESS = 8192  # as torch's compiler takes for a size that data decides
 
 
 NoNumberError = symbolic_shapes.GuardOnDataDependentSymNode
@@ -413,7 +418,7 @@ def _write_products_in_pairs(module: Any) -> None:
         return
 
     def write_formula(tracer: Any, formula: Any, out: Any = None) -> Any:
-        join = _joins().get(getattr(formula, "func", None))
+        join = _JOINS.get(type(formula).__name__)
         if join is None or formula in tracer.sympy_expr_tracker:
             return write(tracer, formula, out)
         parts = [write_formula(tracer, part) for part in formula.args]
@@ -425,13 +430,8 @@ def _write_products_in_pairs(module: Any) -> None:
     module._build_proxy_for_sym_expr = write_formula
 
 
-@cache
-def _joins() -> dict[Any, Callable[..., Any]]:
-    """By class of formula: the function of two operands that a formula of more is made of."""
-    functions = find_part("torch.fx.experimental.proxy_tensor._sympy_handlers")
-    joins = {"mul": operator.mul, "_nary_sym_max": torch.sym_max, "_nary_sym_min": torch.sym_min}
-    of_torch = {} if functions is None else functions()
-    return {kind: joins[f.__name__] for kind, f in of_torch.items() if getattr(f, "__name__", None) in joins}
+# By class of formula: the function of two operands that a formula of more is made of.
+_JOINS = {"Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min}
 
 
 def _written(formula: Any, tracer: Any) -> Any:
@@ -444,10 +444,10 @@ def _written(formula: Any, tracer: Any) -> Any:
     parts = [_written(part, tracer) for part in formula.args]
     if formula.is_Pow:
         parts = parts[:1] * parts[1]
-    if not (formula.is_Pow or formula.is_Mul or formula.is_Add or formula.func in _joins()):
+    if not (formula.is_Pow or formula.is_Add or type(formula).__name__ in _JOINS):
         functions = torch_part("torch.fx.experimental.proxy_tensor._sympy_handlers", _WRITING)()
         return _noted(tracer, functions[formula.func], *parts)
-    join = operator.add if formula.is_Add else _joins().get(formula.func, operator.mul)
+    join = operator.add if formula.is_Add else _JOINS.get(type(formula).__name__, operator.mul)
     return reduce(partial(_noted, tracer, join), parts)
 
 

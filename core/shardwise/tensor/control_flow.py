@@ -62,7 +62,9 @@ def _generic(cls: type, of_torch: Callable[..., Any]) -> Callable[..., Any]:
     def function(
         combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
     ) -> Any:
-        if any(isinstance(tensor, cls) for tensor in reachable([xs, combine_fn])):
+        # Dynamo cannot trace the walk through a function; compiled code gives it what it reads as operands, mostly.
+        read = tensors_in([xs]) if torch.compiler.is_compiling() else reachable([xs, combine_fn])
+        if any(isinstance(tensor, cls) for tensor in read):
             combine_mode = "generic"
         return of_torch(combine_fn, xs, dim, reverse, combine_mode)
 
