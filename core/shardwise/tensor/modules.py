@@ -31,6 +31,7 @@ from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward, take_unplaced
 from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
 from shardwise.tensor.replaced import replace, replace_in_attributes
+from shardwise.tensor.sync_batch_norm import take_whole_batches
 
 __all__ = ["at_module", "distribute_module"]
 
@@ -69,7 +70,7 @@ def distribute_module(
 
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
     of other tensors (a quantised weight) or has no shape yet (that of a lazy module), :class:`ArgumentError` for a
-    module that ``torch.jit.script`` has compiled, and a :class:`PlanError` for a plan that cannot be read or is for
+    module that ``torch.jit.script`` has compiled or a ``SyncBatchNorm`` with a process group, and a :class:`PlanError` for a plan that cannot be read or is for
     another mesh or module.
     """
     check_module("distribute a module", module)
@@ -95,6 +96,7 @@ def distribute_module(
             partition(name, submodule, mesh)
     patterns = dict(partition) if isinstance(partition, Mapping) else {}
     check_patterns(type(module).__name__, patterns, names)
+    take_whole_batches(module)
     _replace_tensors(module, mesh, patterns, src_data_rank)
     replace_in_attributes(module)
     place_assigned(module)
