@@ -70,8 +70,8 @@ def distribute_module(
 
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
     of other tensors (a quantised weight) or has no shape yet (that of a lazy module), :class:`ArgumentError` for a
-    module that ``torch.jit.script`` has compiled or a ``SyncBatchNorm`` with a process group, and a :class:`PlanError` for a plan that cannot be read or is for
-    another mesh or module.
+    module that ``torch.jit.script`` has compiled or a ``SyncBatchNorm`` with a process group, and a :class:`PlanError`
+    for a plan that cannot be read or is for another mesh or module.
     """
     check_module("distribute a module", module)
     mesh = current_mesh() if device_mesh is None else device_mesh
