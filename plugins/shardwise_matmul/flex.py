@@ -301,13 +301,16 @@ def _run(
 
 
 def _from_its_start(tensor: Tensor) -> Tensor:
-    """On a CPU, a copy of a tensor that begins inside its memory.
+    """On a CPU, a copy of a tensor that may be a part of its memory.
 
-    Inductor's CPU kernel reads the memory of such a view of its graph from the start (torch 2.13): other numbers.
+    Of a view that is made in its graph, Inductor's CPU kernel reads the memory from the start, or takes the shape of
+    the memory for the view's (torch 2.13).
     """
-    offset = tensor.storage_offset()
-    begins_inside = isinstance(offset, torch.SymInt) or offset != 0
-    return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_cpu and begins_inside else tensor
+    begins_inside = isinstance(tensor.storage_offset(), torch.SymInt) or tensor.storage_offset() != 0
+    if not tensor.is_cpu or (tensor.is_contiguous() and not begins_inside):
+        return tensor
+    # Inductor leaves a plain clone of what is contiguous out.
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_contiguous() else tensor.clone()
 
 
 def _run_backward(
