@@ -107,7 +107,8 @@ def _joined_world() -> World | None:
 
 def _install() -> None:
     PROCESS.watched = os.getpid()
-    threading.Thread(target=look_for_failures, name="shardwise rank failures", daemon=True).start()
+    watcher = threading.Thread(target=look_for_failures, name="shardwise rank failures", daemon=True)
+    watcher.start()
     before = sys.excepthook
 
     def tell_and_report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -117,8 +118,8 @@ def _install() -> None:
 
     sys.excepthook = tell_and_report
     at_native_end(end_with_reason)
-    atexit.register(_leave)
-    Finalize(None, _leave, exitpriority=0)  # a process of multiprocessing ends without atexit
+    atexit.register(_leave, watcher)
+    Finalize(None, _leave, (watcher,), exitpriority=0)  # a process of multiprocessing ends without atexit
 
 
 class _Here(threading.local):
@@ -337,10 +338,24 @@ def _release(world: World) -> None:
         group.release()
 
 
-def _leave() -> None:
-    """The process ends. The first rank may hold the store, so it lets the others read why it failed."""
+_ENDING_SECONDS = 2.0  # a question to the store takes a thousandth; one to a store that is gone may not come back
+
+
+def _leave(watcher: threading.Thread) -> None:
+    """The process ends, and what looks for failures with it: a thread that comes back from the store when Python has
+    ended would abort the process ("terminate called without an active exception").
+    """
     if PROCESS.is_ending.is_set():
         return
+    try:
+        _leave_world()
+    finally:
+        if watcher is not threading.current_thread():
+            watcher.join(_ENDING_SECONDS)
+
+
+def _leave_world() -> None:
+    """The first rank may hold the store, so it lets the others read why it failed."""
     world = current_world()
     error = sys.exc_info()[1]  # that a process of multiprocessing ends by; nothing else reports it
     if isinstance(error, SystemExit) and error.code:
