@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def as_batch_norm(placement):
     m = mesh((2,))
     sw.distribute_module(model, m, {"1.*s": Replicate()})
     assert type(model[1]) is nn.SyncBatchNorm
-    model = copy.deepcopy(model)
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     found = trained(model, sw.distribute_tensor(x, m, [placement]))
     for value, right in zip(found, expected, strict=True):
         torch.testing.assert_close(value.full_tensor(), right, rtol=1e-9, atol=1e-11)

@@ -34,7 +34,7 @@ def _raise_as_they_are(module: Any, cls: type[BaseException]) -> None:
         try:
             return compile_frame(self, *args, **kwargs)
         except wrappers as error:
-            inside = next((e for e in _inside(error) if isinstance(e, cls)), None)
+            inside = next((e for e in _inside(error, wrappers) if isinstance(e, cls)), None)
             if inside is None:
                 raise
             if not module.config.verbose:  # as dynamo does: its own calls tell a program nothing
@@ -44,11 +44,14 @@ def _raise_as_they_are(module: Any, cls: type[BaseException]) -> None:
     catches.__call__ = compile_or_raise
 
 
-def _inside(error: BaseException) -> Iterator[BaseException]:
-    """The errors that one was made of, the last first."""
-    seen: set[int] = set()
+def _inside(error: BaseException, wrappers: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
+    """The errors that one was made of, the last first.
+
+    Dynamo hides what it wraps, and the error is in the context alone. In the context of another error is what somebody
+    was handling then: it is not what failed.
+    """
     following: Any = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
+    while following is not None:
         yield following
-        following = getattr(following, "inner_exception", None) or following.__cause__ or following.__context__
+        hidden = following.__context__ if isinstance(following, wrappers) else None
+        following = getattr(following, "inner_exception", None) or following.__cause__ or hidden

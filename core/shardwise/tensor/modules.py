@@ -31,7 +31,7 @@ from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward, take_unplaced
 from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
 from shardwise.tensor.replaced import replace, replace_in_attributes
-from shardwise.tensor.sync_batch_norm import take_whole_batches
+from shardwise.tensor.sync_batch_norm import refuse_partial_statistics, take_whole_batches
 
 __all__ = ["at_module", "distribute_module"]
 
@@ -96,8 +96,8 @@ def distribute_module(
             partition(name, submodule, mesh)
     patterns = dict(partition) if isinstance(partition, Mapping) else {}
     check_patterns(type(module).__name__, patterns, names)
-    take_whole_batches(module)
     _replace_tensors(module, mesh, patterns, src_data_rank)
+    take_whole_batches(module)
     replace_in_attributes(module)
     place_assigned(module)
     enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
@@ -156,6 +156,7 @@ def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_what_cannot_be_placed(module: nn.Module) -> None:
     """Before anything is replaced: raise for a module or a tensor that placements say nothing about."""
+    refuse_partial_statistics(module)
     for name, submodule in module.named_modules():
         _refuse_scripted(name, submodule)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -6,25 +6,25 @@ any batch norm on it takes the statistics of the whole.
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Iterator
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.errors import ArgumentError
 
-__all__ = ["take_whole_batches"]
+__all__ = ["refuse_partial_statistics", "take_whole_batches"]
 
 
-def take_whole_batches(module: nn.Module) -> None:
-    """Have each ``nn.SyncBatchNorm`` in a module run as the batch norm that it is on one device.
+def _of(module: nn.Module) -> Iterator[tuple[str, nn.SyncBatchNorm]]:
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm))
 
-    Raises :class:`ArgumentError` for one with a process group, which joins the statistics of some ranks only.
-    """
-    for name, submodule in module.named_modules():
-        if not isinstance(submodule, nn.SyncBatchNorm):
-            continue
-        if submodule.process_group not in (None, dist.group.WORLD):
+
+def refuse_partial_statistics(module: nn.Module) -> None:
+    """Raise :class:`ArgumentError` for one with a process group, which joins the statistics of some ranks only."""
+    for name, norm in _of(module):
+        if norm.process_group not in (None, dist.group.WORLD):
             raise ArgumentError(
                 asked="distribute a module",
                 found=f"its submodule {name!r} is a SyncBatchNorm with a process group, and on a mesh a batch norm "
@@ -32,4 +32,9 @@ def take_whole_batches(module: nn.Module) -> None:
                 do="Leave process_group out, or use nn.BatchNorm2d or its like, which is the same on a mesh.",
                 argument="module",
             )
-        submodule.forward = MethodType(nn.BatchNorm1d.forward, submodule)  # type: ignore[method-assign]
+
+
+def take_whole_batches(module: nn.Module) -> None:
+    """Have each ``nn.SyncBatchNorm`` in a module run as the batch norm that it is on one device."""
+    for _, norm in _of(module):
+        norm.forward = partial(nn.BatchNorm1d.forward, norm)  # type: ignore[method-assign]  # a method would lose it in a pickle
