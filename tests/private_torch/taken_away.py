@@ -306,20 +306,11 @@ def in_a_hook(call: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-def written() -> Any:
-    """What a graph writes of a formula that is neither a sum, a product nor a power: which torch needs it differs."""
-    from sympy import Function
-
-    from shardwise.private_torch import tracing
-
-    return tracing._written(Function("rounded")(), SimpleNamespace(sympy_expr_tracker={}))
-
-
 def noted() -> Any:
     """What a graph notes of a sum."""
-    from shardwise.private_torch import tracing
+    from shardwise.private_torch import sizes
 
-    return tracing._noted(None, int.__add__, 1, 2)
+    return sizes._noted(None, int.__add__, 1, 2)
 
 
 def scaled() -> None:
@@ -487,7 +478,7 @@ COMPILED_FALLBACKS = [
     ),
     Case((f"{FX}._build_proxy_for_sym_expr", "._build_proxy_for_sym_expr"), COMPILED, take=hide),
     Case(("torch._dynamo.convert_frame.CatchErrorsWrapper",), partial(on_two_ranks, refused_while_compiled), take=hide),
-    Case(("._dynamo_unbacked_indices",), COMPILED, take=lambda _: forget("tracing", "let_vary", lambda *_: None)),
+    Case(("._dynamo_unbacked_indices",), COMPILED, take=lambda _: forget("sizes", "let_vary", lambda *_: None)),
     Case(("._dynamo_marked_constant",), COMPILED, take=lambda _: forget("tracing", "constant_in_graphs", lambda f: f)),
 ]
 # Torch asks for what shardwise gives it. One that does not ask raises an error of its own.
@@ -573,7 +564,6 @@ ERRORS = [
     Case(("torch.amp.GradScaler._maybe_opt_step",), scaled),
     *(Case((name,), recorded, take=hide) for name in UNDOCUMENTED),
     Case((f"{FX}._sym_register",), noted, take=hide),
-    Case((f"{FX}._sympy_handlers",), written, take=hide),
     *(
         Case((f"torch.{n}",), shelf("tracing", short, 0), take=hide)
         for n, short in (

@@ -19,7 +19,7 @@ from shardwise.kernel.mesh import AbstractMesh, coordinates
 from shardwise.kernel.signature import signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing import mesh

@@ -19,7 +19,8 @@ from shardwise.kernel.placements import Replicate
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.private_torch.tracing import is_traced, outside_modes
+from shardwise.private_torch.modes import outside_modes
+from shardwise.private_torch.tracing import is_traced
 
 __all__ = [
     "SHAPE_BYTES",

@@ -19,7 +19,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.rank_failures import go_on
 from shardwise.comm.waiting_ranks import failure_behind
 from shardwise.private_torch.distributed import GraphOp, wrap_graph_collectives
-from shardwise.private_torch.tracing import is_run_now
+from shardwise.private_torch.modes import is_run_now
 
 __all__ = ["follow_graphs", "forget_graphs"]
 

@@ -24,7 +24,7 @@ from shardwise.kernel.reductions import as_sendable
 from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.distributed import new_local_group
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 
 __all__ = [
     "all_reduce",

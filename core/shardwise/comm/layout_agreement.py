@@ -16,7 +16,7 @@ from shardwise.errors import RankDisagreementError
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 
 __all__ = ["agree_on_layout", "agree_on_plan"]
 

@@ -26,7 +26,7 @@ from shardwise.kernel.mesh import Mesh, own_coordinate
 from shardwise.kernel.world import PerWorld
 from shardwise.planning.cost import Links, are_chosen, default_links, use_agreed_links
 from shardwise.planning.link_file import ENVIRONMENT, Site, chosen_file, links_for, parse
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 
 __all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "locate"]
 

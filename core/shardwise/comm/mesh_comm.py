@@ -18,7 +18,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.groups import broadcast_, group_of
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.private_torch.tracing import is_python_dispatched, outside_modes
+from shardwise.private_torch.modes import is_python_dispatched, outside_modes
 from shardwise.rng.generator import mode
 from shardwise.rule.lowering import MeshDims
 

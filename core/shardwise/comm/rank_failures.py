@@ -50,8 +50,8 @@ from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitErr
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store, is_reachable
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.native_ends import at_native_end, leave_native_ends
-from shardwise.private_torch.tracing import outside_modes
 from shardwise.rule.lowering import LocalCall
 
 __all__ = [

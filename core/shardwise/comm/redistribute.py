@@ -24,7 +24,7 @@ from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, in_numbers
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order, unexpanded
 from shardwise.kernel.world import PerWorld
 from shardwise.planning.path import Leg, Step, legs, shortest_path
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 
 __all__ = ["route", "runner"]
 

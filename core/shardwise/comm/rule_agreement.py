@@ -30,7 +30,7 @@ from shardwise.kernel.registrar import RuleModule
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.world import PerWorld
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 from shardwise.settings import read_settings
 
 __all__ = [

@@ -22,6 +22,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import flat_metas
 from shardwise.private_torch.dispatch import memory_of, watching
+from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.ops import (
     composite_kernel,
     draws,
@@ -30,7 +31,6 @@ from shardwise.private_torch.ops import (
     is_view_in_place,
     python_decomposition,
 )
-from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["Decomposition", "Failed", "Formula", "answered", "decompose", "stand_ins", "formulas"]
 

@@ -35,8 +35,8 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import new_wrapper
+from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.ops import draws
-from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["DecomposedPlan", "UnknownOp", "decomposed_entry"]
 

@@ -34,13 +34,13 @@ from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import base_of, in_backward
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.ops import overwritten_arg
 from shardwise.private_torch.tracing import (
     assert_when_run,
     is_traced,
     is_without_data,
     may_vary_between_ranks,
-    outside_modes,
 )
 from shardwise.settings import PLAIN_POLICIES, Settings, read_settings
 

@@ -37,14 +37,9 @@ from shardwise.planning.chooser import best
 from shardwise.planning.problem import Choice, Problem
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import problems
-from shardwise.private_torch.tracing import (
-    NoNumberError,
-    is_layout_only,
-    is_open,
-    make_known,
-    outside_modes,
-    without_data,
-)
+from shardwise.private_torch.modes import outside_modes
+from shardwise.private_torch.sizes import NoNumberError, is_open, make_known
+from shardwise.private_torch.tracing import is_layout_only, without_data
 from shardwise.rule.lowering import LocalCall
 
 __all__ = ["forget_choices", "plan_symbolic_call"]

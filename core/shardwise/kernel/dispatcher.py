@@ -30,8 +30,8 @@ from shardwise.private_torch.dispatch import (
     put_before_dispatch,
     put_before_mode,
 )
+from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.ops import is_composite
-from shardwise.private_torch.tracing import outside_modes
 
 __all__ = [
     "PLANS_PER_OP",

@@ -14,7 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.private_torch.tracing import guess_of, hint_of, is_known, settled
+from shardwise.private_torch.sizes import (
+    guess_of,
+    hint_of,
+    is_known,
+    settled,
+)
 
 __all__ = [
     "chunk",

@@ -1,13 +1,11 @@
-"""Tracing a graph: traced tensors, symbolic sizes, modes, and functions that a graph holds as one call."""
+"""Tracing a graph: traced tensors, what a graph holds as constants or as one call, and what torch does with both."""
 
 from __future__ import annotations
 
 import inspect
-import operator
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial, reduce, wraps
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache, wraps
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,49 +13,32 @@ import torch
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental import symbolic_shapes
-from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
-from shardwise.errors import TorchPartError
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.imports import when_imported
+from shardwise.private_torch.modes import leave_modes, recording_mode, tracer_now
 from shardwise.private_torch.parts import find_part, missing_parts, torch_part
 
 __all__ = [
-    "NoNumberError",
     "assert_when_run",
+    "constant_in_graphs",
     "graph_calls",
-    "guess_of",
-    "hint_of",
+    "graph_that_is_made",
     "is_compiled_now",
     "is_describing",
-    "is_known",
     "is_layout_only",
-    "is_open",
-    "is_python_dispatched",
     "is_recorded",
     "is_recorded_whole",
-    "is_run_now",
     "is_traced",
     "is_without_data",
-    "let_vary",
-    "make_known",
     "may_vary_between_ranks",
-    "outside_modes",
     "record_constants",
-    "recording_mode",
     "retraced",
-    "same_symbol",
     "seeing_graphs",
-    "settled",
     "take_plain_tangents",
     "without_data",
-    "varies",
-    "write_products_in_pairs",
 ]
-
-# -- torch.compile ---------------------------------------------------------------------------------------------------
 
 _TRACED = (FakeTensor, FunctionalTensor)
 
@@ -78,13 +59,6 @@ def is_recorded(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED):
         return not is_rehearsing()
     return recording_mode() is not None and not is_rehearsing()
-
-
-recording_mode: Callable[[], Any] = partial(
-    torch._C._get_dispatch_mode,
-    torch._C._TorchDispatchModeKey.PROXY,
-)
-"""The mode that writes what it sees into a graph, or None. No public function says whether there is one."""
 
 
 def is_recorded_whole(tensor: torch.Tensor) -> bool:
@@ -155,7 +129,7 @@ def _inside(tensor: Any) -> Sequence[str]:
 
 def is_layout_only(tensor: torch.Tensor) -> bool:
     """Whether only the layout of a traced tensor matters: dynamo computes it for each line, and records nothing."""
-    return is_traced(tensor) and isinstance(tensor, FakeTensor) and _tracer() is None
+    return is_traced(tensor) and isinstance(tensor, FakeTensor) and tracer_now() is None
 
 
 def is_compiled_now() -> bool:
@@ -178,71 +152,6 @@ def _describes() -> CodeType | None:
     return None if function is None else getattr(inspect.unwrap(function), "__code__", None)
 
 
-def hint_of(size: torch.SymInt) -> int:
-    """The number that a symbolic size had when tracing began. Reading it adds no guard to the graph."""
-    # torch 2.13 has the function, earlier releases the method.
-    ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
-    return int(ask(size) if ask else size.node.require_hint())
-
-
-def guess_of(size: torch.SymInt) -> int:
-    """:func:`hint_of`; for a size that data decides a guess, the same wherever its symbol is. No guard rests on it."""
-    try:
-        return hint_of(size)
-    except NoNumberError:
-        # torch 2.13 has the function, earlier releases a method for sizes that are known.
-        guess = getattr(symbolic_shapes, "optimization_hint", None)
-        if guess is not None:
-            return int(guess(size))
-        formula = size.node.expr
-        guessed = dict.fromkeys(symbolic_shapes.free_unbacked_symbols(formula), _GUESS)
-        return int(size.node.shape_env.size_hint(formula.subs(guessed)))
-
-
-_GUESS = 8192  # as torch's compiler takes for a size that data decides
-
-
-NoNumberError = symbolic_shapes.GuardOnDataDependentSymNode
-"""What torch raises where code needs the number of a size that data decides."""
-
-
-def settled(size: torch.SymInt) -> int | torch.SymInt:
-    """The integer that a symbol is, if guards leave only one; else the symbol."""
-    value = size.node.maybe_as_int()
-    return size if value is None else int(value)
-
-
-def same_symbol(one: Any, other: Any) -> bool:
-    """Whether two sizes are known to be the same, without adding a guard."""
-    if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt):
-        return type(one) is type(other) and bool(one == other)
-    return bool(one.node.expr == other.node.expr)
-
-
-def is_known(condition: Any) -> bool:
-    """Whether a condition on sizes is known to hold, without adding a guard."""
-    return condition is True or bool(symbolic_shapes.statically_known_true(condition))
-
-
-def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
-    """Tell dynamo not to guard graphs by some sizes of a tensor inside another tensor.
-
-    This mark has precedence over other marks. Those stay, because torch guards graphs by them. The public API would
-    mark the outer tensor, too.
-    """
-    part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
-
-
-def varies(part: torch.Tensor) -> bool:
-    """Whether a tensor has the mark of :func:`let_vary`."""
-    return hasattr(part, "_dynamo_unbacked_indices")
-
-
-def is_open(size: Any) -> bool:
-    """Whether a size is a symbol that stands for no number; see :func:`let_vary`. No public function says so."""
-    return isinstance(size, torch.SymInt) and symbolic_shapes.has_free_unbacked_symbols(size)
-
-
 def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
     """A tensor without data, of other sizes, that replaces ``part`` in its trace. The symbols of ``part`` may then stay
     unused. Neither the trace's mode nor its symbols are public.
@@ -252,7 +161,7 @@ def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) ->
         if isinstance(size, torch.SymInt):
             fresh = mode.shape_env.pending_fresh_unbacked_symbols
             fresh[:] = [s for s in fresh if s not in size.node.expr.free_symbols]
-    with _outside_modes(), mode:
+    with leave_modes(), mode:
         replacement = torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
     offset = part.storage_offset()
     if isinstance(offset, torch.SymInt) or offset:
@@ -268,7 +177,7 @@ def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) ->
 def without_data(part: torch.Tensor) -> AbstractContextManager[Any]:
     """A context in which ops run on tensors without data, with the symbolic sizes of the trace of ``part``."""
     stack = ExitStack()
-    stack.enter_context(_outside_modes())
+    stack.enter_context(leave_modes())
     stack.enter_context(_mode_of(part))
     return stack
 
@@ -291,37 +200,11 @@ def assert_when_run(condition: torch.Tensor, message: str) -> None:
 _assert_async: Callable[[torch.Tensor, str], Any] = find_part("torch._assert_async") or torch.ops.aten._assert_async.msg
 
 
-@contextmanager
-def _outside_modes() -> Iterator[None]:
-    # A trace turns the dispatcher for Python kernels on, which calls every kernel with the GIL held. That can deadlock:
-    # a collective's kernel waits for a lock of gloo, and the gloo thread that holds it waits for the GIL.
-    tracer, _left.tracer = _left.tracer, _tracer()
-    try:
-        with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
-            yield
-    finally:
-        _left.tracer = tracer
-
-
-class _Left(threading.local):
-    """The tracer of the graph that this thread is making, kept while the modes are off."""
-
-    tracer: Any = None
-
-
-_left = _Left()
-
-
-def _tracer() -> Any:
-    mode = recording_mode()
-    return _left.tracer if mode is None else mode.tracer
-
-
 def may_vary_between_ranks(tensor: torch.Tensor) -> bool:
     """Whether a traced tensor may have another value on another rank: it depends on an input of the graph that is being
     made, or on random numbers. False as well in a first pass that makes no graph. Torch has no API to ask a trace.
     """
-    tracer = _tracer()
+    tracer = tracer_now()
     if tracer is None:
         return False
     # Imported here, because loading it takes time.
@@ -371,120 +254,6 @@ def graph_that_is_made() -> Any:
     none. Torch has its own state there, and no public name for it.
     """
     return TracingContext.try_get()
-
-
-def make_known(sizes: Iterable[Any]) -> None:
-    """Add the formulas of sizes that were computed outside the graph to the graph that is being made.
-
-    Torch does so by itself for the arguments of an op. But if it computes with a size before it has written the size's
-    formula, it takes the size for a result of its own.
-    """
-    tracer = _tracer()
-    if tracer is None:
-        return
-    # Imported here, because loading it takes time.
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
-
-    for size in sizes:
-        if isinstance(size, torch.SymInt):
-            try:
-                slot = get_proxy_slot(size, tracer, None)
-                if slot is None:
-                    slot = get_proxy_slot(_written(size.node.expr, tracer), tracer)
-                set_proxy_slot(size, tracer, slot)
-            except TorchPartError:
-                raise
-            except Exception:  # noqa: BLE001, S112  # torch reports a formula that it cannot write where the size is used
-                continue
-
-
-_WRITING = "write the size of a shard into a compiled graph"
-_WRITES = "torch.fx.experimental.proxy_tensor._build_proxy_for_sym_expr"
-
-
-def write_products_in_pairs() -> None:
-    """Have torch write the product, or the largest, of several sizes as calls with two operands.
-
-    It writes one call of ``operator.mul`` with all of them (torch 2.11 to 2.13). Inductor refuses that, and the code of
-    a graph reads the first two: a wrong size. For the largest it writes a function that Inductor does not know. Without
-    the part of torch nothing is changed.
-    """
-    when_imported("torch.fx.experimental.proxy_tensor", _write_products_in_pairs)
-
-
-def _write_products_in_pairs(module: Any) -> None:
-    write = find_part(_WRITES)
-    if write is None:
-        return
-
-    def write_formula(tracer: Any, formula: Any, out: Any = None) -> Any:
-        join = _JOINS.get(type(formula).__name__)
-        if join is None or formula in tracer.sympy_expr_tracker:
-            return write(tracer, formula, out)
-        parts = [write_formula(tracer, part) for part in formula.args]
-        if any(part is None for part in parts):
-            return None
-        *front, last = parts
-        return _noted(tracer, join, reduce(partial(_noted, tracer, join), front), last, out=out)
-
-    module._build_proxy_for_sym_expr = write_formula
-
-
-# By class of formula: the function of two operands that a formula of more is made of.
-_JOINS = {"Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min}
-
-
-def _written(formula: Any, tracer: Any) -> Any:
-    """A size with this formula, in the graph. Torch writes no powers, and equal sizes are one symbol: ``s0**2``."""
-    known = tracer.sympy_expr_tracker.get(formula)
-    if known is not None:
-        return known.value
-    if formula.is_Integer:
-        return int(formula)
-    parts = [_written(part, tracer) for part in formula.args]
-    if formula.is_Pow:
-        parts = parts[:1] * parts[1]
-    if not (formula.is_Pow or formula.is_Add or type(formula).__name__ in _JOINS):
-        functions = torch_part("torch.fx.experimental.proxy_tensor._sympy_handlers", _WRITING)()
-        return _noted(tracer, functions[formula.func], *parts)
-    join = operator.add if formula.is_Add else _JOINS.get(type(formula).__name__, operator.mul)
-    return reduce(partial(_noted, tracer, join), parts)
-
-
-def _noted(tracer: Any, function: Callable[..., Any], *operands: Any, out: Any = None) -> Any:
-    """Compute with sizes outside the modes, and note in the graph how; or note it for a size that is there, ``out``."""
-    result = function(*operands) if out is None else out
-    note = torch_part("torch.fx.experimental.proxy_tensor._sym_register", _WRITING)
-    note(tracer, function, operands, result)
-    return result
-
-
-def outside_modes() -> AbstractContextManager[Any]:
-    """A context in which tensors are real and kernels run without the GIL, also while a graph is traced. There is no
-    public API to leave a mode.
-    """
-    if is_run_now():
-        return nullcontext()
-    return _outside_modes()
-
-
-_modes = torch._C._len_torch_dispatch_stack
-_is_included, _PYTHON_DISPATCHER = (
-    torch._C._dispatch_tls_is_dispatch_key_included,
-    torch._C.DispatchKey.PythonDispatcher,
-)
-
-
-def is_run_now() -> bool:
-    """Whether an op that is called now runs on values: no graph is traced, and no mode sees the op first and then calls
-    it again.
-    """
-    return not (_modes() or _is_included(_PYTHON_DISPATCHER))
-
-
-def is_python_dispatched() -> bool:
-    """Whether ops go through the dispatcher for Python kernels, as they do while a graph is traced."""
-    return _is_included(_PYTHON_DISPATCHER)
 
 
 def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from shardwise.errors import MemoryPlanError, NoPlanError, PlanError
 from shardwise.kernel.arguments import check_flag
 from shardwise.kernel.mesh import own_coordinate
 from shardwise.kernel.plurals import counted
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
 from shardwise.steps.agreement import agree_on_recording

@@ -39,7 +39,8 @@ from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import base_of, memory_of, with_memory
 from shardwise.private_torch.distributed import current_mesh
-from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced, recording_mode
+from shardwise.private_torch.modes import recording_mode
+from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 

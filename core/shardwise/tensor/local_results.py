@@ -18,7 +18,7 @@ from shardwise.kernel.plurals import counted
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 
 __all__ = ["Agreed", "agree", "fault_of", "global_shape"]
 

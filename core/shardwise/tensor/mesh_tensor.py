@@ -39,13 +39,12 @@ from shardwise.private_torch.dispatch import (
     new_wrapper,
     support_foreach,
 )
+from shardwise.private_torch.sizes import make_known, write_formulas
 from shardwise.private_torch.tracing import (
     is_compiled_now,
     is_traced,
-    make_known,
     record_constants,
     take_plain_tangents,
-    write_products_in_pairs,
 )
 from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
 from shardwise.tensor.control_flow import take_control_flow
@@ -509,6 +508,6 @@ take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
-write_products_in_pairs()
+write_formulas()
 raise_as_they_are(ShardingError)
 start(MeshTensor, PlanningEngine(MeshTensor))

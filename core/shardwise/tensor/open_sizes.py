@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.tracing import is_open, let_vary, outside_modes, retraced, same_symbol, varies
+from shardwise.private_torch.modes import outside_modes
+from shardwise.private_torch.sizes import (
+    is_open,
+    let_vary,
+    same_symbol,
+    varies,
+)
+from shardwise.private_torch.tracing import retraced
 
 __all__ = ["leave_to_whole", "on_its_own", "tied"]
 

@@ -26,7 +26,7 @@ from shardwise.errors import RankDisagreementError, SettingsError
 from shardwise.kernel.arguments import check_module, refuse_argument
 from shardwise.kernel.placements import Replicate
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 from shardwise.settings import read_settings
 from shardwise.tensor.mesh_tensor import MeshTensor
 

@@ -29,7 +29,7 @@ from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import forward_traceback, in_backward, watching
 from shardwise.private_torch.fake import fake_tensors, is_unknowable
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import (
     Phases,

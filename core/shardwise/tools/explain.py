@@ -41,8 +41,8 @@ from shardwise.planning.problem import Problem, no_choice
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import cheapest, listed, make_call, merged, problems
 from shardwise.private_torch.dispatch import recorded_ops, watching
+from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.ops import is_composite, schema_of
-from shardwise.private_torch.tracing import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import is_split_first
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from shardwise.kernel.mesh import Mesh, coordinates
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.tracing import outside_modes
+from shardwise.private_torch.modes import outside_modes
 
 __all__ = ["Cell", "LayoutBlocks", "blocks_of", "ranks_text"]
 
