@@ -14,7 +14,8 @@ from pathlib import Path
 
 import click
 import numpy as np
-from contest import Search, best_known, read
+from contest import best_known, read
+from contest_search import Search
 from measuring import line, report
 from rich.console import Console
 from rich.table import Table
@@ -82,8 +83,9 @@ def contested(path, known, seconds):
     best = known.get(path.name.split(".")[0].rpartition("-")[2])
     return {
         "name": instance.name,
-        "nodes": len(instance.graph.unary),
-        "edges": len(instance.graph.pairs),
+        "nodes": len(instance.nodes.unary),
+        "groups": len(instance.graph.unary),
+        "edges": len(instance.nodes.pairs),
         "cost": search.cost,
         "best": best,
         "ratio": search.cost / best if search.cost is not None and best else None,
@@ -136,8 +138,14 @@ def lines(chains, instances, seconds):
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--most", default=SIZES[-1], show_default=True, help="Variables of the largest synthetic graph.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--most",
+    type=click.IntRange(min=SIZES[0]),
+    default=SIZES[-1],
+    show_default=True,
+    help="Variables of the largest synthetic graph.",
+)
 @click.option("--instances", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--only", default="", help="Letters of instances.")
 @click.option("--seconds", default=60.0, show_default=True, help="For each instance.")

@@ -1,48 +1,58 @@
-"""The public instances of the ASPLOS 2025 / EuroSys 2025 contest on intra-operator parallelism, and a search on them.
+"""The public instances of the ASPLOS 2025 / EuroSys 2025 contest on intra-operator parallelism.
 
 An instance is a JSON file, or the same with gzip: nodes with intervals, costs and usages per strategy, edges with costs
-per pair of strategies, and one limit on the usage at every moment. A moment is a memory row here; there are up to
-59,000 of them, so prices are kept per moment and summed over a node's interval.
+per pair of strategies, and one limit on the usage at every moment. Two thirds of the edges only say that two nodes have
+matching strategies. Nodes that such edges join are one group here, with a state for each legal combination.
 """
 
 import csv
 import gzip
 import json
-from collections import Counter
 
 import numpy as np
 from attrs import frozen
 
-from shardwise.program.array_cache import ArrayCache
 from shardwise.program.cost_graph import FORBIDDEN, CostGraph
-from shardwise.program.descent import first_states, least_cut
-from shardwise.program.elimination_order import elimination_order
-from shardwise.program.network import Network
 
-TABLE, FINE_TABLE = 1 << 12, 1 << 16
-SMALL = 5_000  # variables; graphs with fewer afford the larger tables
-STEADY = 60  # rounds after which prices follow at half the pace
-FREE_ROUNDS = 3
-FILLED = 0.99  # of the limit is what prices aim at
+ILLEGAL = FORBIDDEN >> 6
+"""What a combination that is not legal costs: far less than the most, so that a search sees how many there are."""
 
 
 @frozen(eq=False)
 class Instance:
+    """Groups of nodes: their costs by state, and what each node uses in each state of its group."""
+
     name: str
     graph: CostGraph
-    first: np.ndarray  # flattened strategies: where those of a node begin
+    #: The same by nodes and strategies, as the file has it.
+    nodes: CostGraph
+    group: np.ndarray  # of each node
+    strategies: list  # per node: its strategy by the state of its group
+    offset: np.ndarray  # of each node, where in ``usage`` the states of its group begin
     usage: np.ndarray
     begin: np.ndarray
     end: np.ndarray
     limit: int
 
     def profile(self, states):
-        """The usage at every moment."""
-        used = self.usage[self.first[:-1] + states]
+        """The usage at every moment, from the states of the groups."""
+        used = self.usage[self.offset + states[self.group]]
         change = np.zeros(int(self.end.max()) + 1, np.int64)
         np.add.at(change, self.begin, used)
         np.subtract.at(change, self.end, used)
         return np.cumsum(change)[:-1]
+
+    def by_node(self, states):
+        """The strategy of every node."""
+        return [int(own[states[g]]) for own, g in zip(self.strategies, self.group.tolist(), strict=True)]
+
+    def checked(self, states):
+        """The cost of states, node by node and edge by edge as the file has them; None unless they are legal."""
+        each = self.by_node(states)
+        costs = [int(own[s]) for own, s in zip(self.nodes.unary, each, strict=True)]
+        costs += [int(table[each[u], each[v]]) for u, v, table in self.nodes.pairs]
+        legal = max(costs) < ILLEGAL and self.profile(states).max() <= self.limit
+        return sum(costs) if legal else None
 
 
 def read(path):
@@ -52,7 +62,8 @@ def read(path):
     known = {}
 
     def table(costs, shape):
-        array = np.minimum(np.array(costs, np.int64), FORBIDDEN).reshape(shape)
+        array = np.array(costs, np.int64).reshape(shape)
+        array[array >= FORBIDDEN] = ILLEGAL
         return known.setdefault((shape, array.tobytes()), array)
 
     unary = [table(costs, (len(costs),)) for costs in nodes["costs"]]
@@ -61,24 +72,93 @@ def read(path):
         for (u, v), costs in zip(edges["nodes"], edges["costs"], strict=True)
     ]
     intervals = np.array(nodes["intervals"], np.int64)
-    empty = intervals[:, 1] <= intervals[:, 0]
-    usage = np.concatenate([np.array(u, np.int64) for u in nodes["usages"]])
-    first = np.concatenate([[0], np.cumsum([len(costs) for costs in unary])])
-    usage[np.repeat(empty, np.diff(first))] = 0
-    limit = problem.get("usage_limit", int(usage.sum()))
-    # A strategy that does not fit alone is not legal; this also takes the usages that stand for infinity.
-    for v in np.unique(np.searchsorted(first, np.flatnonzero(usage > limit), "right") - 1):
-        here = usage[first[v] : first[v + 1]]
-        unary[v] = np.where(here > limit, FORBIDDEN, unary[v])
+    never = intervals[:, 1] <= intervals[:, 0]
+    usage = [np.array(used, np.int64) for used in nodes["usages"]]
+    limit = problem.get("usage_limit", sum(int(used.max()) for used in usage))
+    for v, used in enumerate(usage):
+        if never[v]:
+            used[:] = 0
+        elif used.max() > limit:
+            # A strategy that does not fit alone is not legal; this also takes the usages that stand for infinity.
+            unary[v] = np.where(used > limit, ILLEGAL, unary[v])
+            np.minimum(used, limit, out=used)
+    group, strategies = grouped(unary, pairs)
+    states = [0] * (1 + int(group.max()))
+    for g, own in zip(group.tolist(), strategies, strict=True):
+        states[g] = len(own)
+    usage = [used[own] for used, own in zip(usage, strategies, strict=True)]
     return Instance(
         problem["name"],
+        joined(unary, pairs, group, strategies, states),
         CostGraph(unary, pairs),
-        first,
-        np.minimum(usage, limit),
+        group,
+        strategies,
+        np.concatenate([[0], np.cumsum([len(used) for used in usage])[:-1]]),
+        np.concatenate(usage),
         intervals[:, 0],
         intervals[:, 1],
         limit,
     )
+
+
+def grouped(unary, pairs):
+    """The group of every node, and its strategy by the state of the group: nodes are in one group where the strategy
+    of one leaves the other a single legal one.
+    """
+    legal = [np.flatnonzero(costs < ILLEGAL) for costs in unary]
+    strategies = [states if len(states) else np.arange(len(costs)) for states, costs in zip(legal, unary, strict=True)]
+    first = list(range(len(unary)))  # of the group that a node is in
+    members = {v: [v] for v in first}
+    matching = {id(costs): _matches(costs) for _, _, costs in pairs}
+    for u, v, costs in pairs:
+        if not matching[id(costs)]:
+            continue
+        a, b = first[u], first[v]
+        fits = costs[np.ix_(strategies[u], strategies[v])] < ILLEGAL
+        if a == b:
+            here = there = np.flatnonzero(fits.diagonal())
+        else:
+            here, there = np.nonzero(fits)
+        if not len(here) or len(set(here.tolist())) < len(here) or len(set(there.tolist())) < len(there):
+            continue
+        _keep(strategies, members[a], here)
+        if a != b:
+            _keep(strategies, members[b], there)
+            a, b = sorted((a, b), key=lambda g: -len(members[g]))
+            for w in members[b]:
+                first[w] = a
+            members[a] += members.pop(b)
+    return np.unique(first, return_inverse=True)[1], strategies
+
+
+def _keep(strategies, nodes, states):
+    if len(states) < len(strategies[nodes[0]]) or (np.diff(states) < 0).any():
+        for v in nodes:
+            strategies[v] = strategies[v][states]
+
+
+def _matches(costs):
+    legal = costs < ILLEGAL
+    return bool(legal.sum(0).max() <= 1 and legal.sum(1).max() <= 1)
+
+
+def joined(unary, pairs, group, strategies, states):
+    """The costs of groups: those of their nodes, and of the edges inside them."""
+    group = group.tolist()
+    own = [np.zeros(count, np.int64) for count in states]
+    for v, costs in enumerate(unary):
+        own[group[v]] += costs[strategies[v]]
+    between, known = [], {}
+    for u, v, costs in pairs:
+        a, b = group[u], group[v]
+        if a == b:
+            own[a] += costs[strategies[u], strategies[v]]
+            continue
+        key = id(costs), strategies[u].tobytes(), strategies[v].tobytes()
+        if key not in known:
+            known[key] = costs[np.ix_(strategies[u], strategies[v])]
+        between.append((a, b, known[key]))
+    return CostGraph([np.minimum(costs, FORBIDDEN) for costs in own], between)
 
 
 def best_known(folder):
@@ -93,61 +173,3 @@ def best_known(folder):
                 if name != "TEAM #" and cost:
                     best[name] = min(best.get(name, int(cost)), int(cost))
     return best
-
-
-class Search:
-    """Rounds of descent on a graph with a price per moment; the cheapest solution within the limit is kept.
-
-    The first rounds go without prices. Then every moment over the limit has a price, and after each round the price
-    follows the usage: it grows by the ratio of usage and limit, and falls by it where there is room.
-    """
-
-    def __init__(self, instance):
-        self.instance = instance
-        self.network = Network.of(instance.graph)
-        self.states = np.array(first_states(self.network, len(instance.graph.unary), TABLE))
-        self.table = FINE_TABLE if len(self.network.unary) < SMALL else TABLE
-        self.times_cut = Counter()
-        self.prices = np.zeros(int(instance.end.max()))
-        self.best = self.cost = None
-        self.rounds = 0
-
-    def run(self, done):
-        """Rounds until ``done()``, and at least one."""
-        while self.rounds == 0 or not done():
-            self._round()
-            self.rounds += 1
-            cost = self.instance.graph.cost(self.states.tolist())
-            ratio = self.instance.profile(self.states) / self.instance.limit
-            if ratio.max() <= 1 and (self.best is None or cost < self.cost):
-                self.best, self.cost = self.states.copy(), cost
-            self._follow(cost, ratio)
-
-    def _round(self):
-        priced = self._priced()
-        order = elimination_order(priced.sizes, priced.neighbours, self.table, least_cut(self.times_cut))
-        self.times_cut.update(order.cut)
-        fixed = {v: int(self.states[v]) for v in order.cut}
-        for v, state in priced.fixed(fixed).eliminated(order.variables).items():
-            self.states[v] = state
-
-    def _priced(self):
-        i = self.instance
-        along = np.concatenate([[0.0], np.cumsum(self.prices)])
-        per_node = along[i.end] - along[np.minimum(i.begin, i.end)]
-        price = np.minimum(i.usage * np.repeat(per_node, np.diff(i.first)), FORBIDDEN / 4).astype(np.int64)
-        unary = {
-            v: np.minimum(costs + price[i.first[v] : i.first[v + 1]], FORBIDDEN)
-            for v, costs in self.network.unary.items()
-        }
-        # What a cache keeps of one round's prices is of no use in the next.
-        return Network(unary, self.network.tables, self.network.neighbours, ArrayCache())
-
-    def _follow(self, cost, ratio):
-        over = ratio > 1
-        if self.rounds == FREE_ROUNDS:
-            self.prices = np.where(over, cost / self.instance.limit / max(1, over.sum()), 0.0)
-        elif self.rounds > FREE_ROUNDS:
-            least = self.prices.max() / 1000 or cost / self.instance.limit / len(ratio)
-            prices = np.maximum(self.prices, np.where(over, least, 0.0))
-            self.prices = prices * np.clip(ratio / FILLED, 0.5, 2.0) ** (1 / (1 + self.rounds / STEADY))
