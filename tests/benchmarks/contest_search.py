@@ -15,7 +15,8 @@ from shardwise.program.descent import first_states, least_cut
 from shardwise.program.elimination_order import elimination_order
 from shardwise.program.network import Network
 
-TABLE, FINE_TABLE = 1 << 12, 1 << 16
+TABLE, FINE_TABLE, LARGEST_TABLE = 1 << 12, 1 << 16, 1 << 20
+IDLE = 30  # rounds without a better solution, after which tables are larger: more groups then change together
 SMALL = 5_000  # variables; graphs with fewer afford the larger tables
 STEADY = 60  # rounds after which prices follow at half the pace
 FREE_ROUNDS = 3
@@ -39,7 +40,7 @@ class Search:
         self.times_cut = Counter()
         self.prices = np.zeros(int(instance.end.max()))
         self.best = self.cost = None
-        self.rounds = 0
+        self.rounds = self.idle = 0
 
     def run(self, done):
         """Rounds until ``done()``, and at least one."""
@@ -48,16 +49,21 @@ class Search:
             self.rounds += 1
             cost = self.instance.graph.cost(self.states.tolist())
             ratio = self.instance.profile(self.states) / self.instance.limit
-            self._offer(done)
+            self.idle = 0 if self._offer(done) else self.idle + 1
+            if self.idle == IDLE:
+                self.idle, self.table = 0, min(4 * self.table, LARGEST_TABLE)
             self._follow(cost, ratio)
 
     def _offer(self, done):
+        """Whether the states, moved into the limit, are the best so far."""
         within = self.moves.within(self.states, done)
         if within is not None:
             states = self.moves.polish(within, done)
             cost = self.instance.checked(states)
             if cost is not None and (self.best is None or cost < self.cost):
                 self.best, self.cost = states, cost
+                return True
+        return False
 
     def _round(self):
         priced = self._priced()
