@@ -334,6 +334,25 @@ def test_memory_that_torch_copies_or_reads_stays_as_it_is(two_ranks):
     two_ranks.run(memory_is_copied)
 
 
+def lazy():
+    """Its parameters are plain until they have a shape, and so when they have one; they are placed as any."""
+    m, x = mesh((2,)), torch.randn(4, 6)
+    torch.manual_seed(5)
+    whole = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    wanted = whole(x)
+    torch.manual_seed(5)
+    with sw.on(m):
+        model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+        equal(model(on(x, Shard(0))), wanted)
+    sw.distribute_module(model, m, {"0.weight": [Shard(0)]})
+    equal(model(on(x, Shard(0))), whole(x))
+    equal(model[1].running_var, whole[1].running_var)
+
+
+def test_lazy_modules_get_their_shapes(two_ranks):
+    two_ranks.run(lazy)
+
+
 def forked():
     """The workers of a DataLoader are forked: their datasets make rows and augment them, each as it is asked."""
     with sw.on(mesh((2,))):

@@ -14,10 +14,18 @@ _GRAPHS = f"{TORCH}/_functorch/_aot_autograd"
 _COLLECTIVES = f"{TORCH}/distributed"
 _OPTIMIZERS = f"{TORCH}/optim/optimizer.py"
 
-# Torch's files that copy, read or share memory: they make an empty tensor and give it that memory. Or, the last one,
-# that read the memory of a table themselves.
+# Torch's files that copy, read or share memory: they make an empty tensor and give it that memory. Or, the last two,
+# that give it the class of a parameter of a lazy module, and that read the memory of a table themselves.
 _MEMORY = tuple(
-    f"{TORCH}/{file}" for file in ("storage.py", "_utils.py", "serialization.py", "multiprocessing/", "quasirandom.py")
+    f"{TORCH}/{file}"
+    for file in (
+        "storage.py",
+        "_utils.py",
+        "serialization.py",
+        "multiprocessing/",
+        "nn/parameter.py",
+        "quasirandom.py",
+    )
 )
 
 
