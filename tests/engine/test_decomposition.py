@@ -250,6 +250,16 @@ def test_refusals_name_the_parts_and_the_page_of_remedies():
             torch.addcmul(a, a, a)
 
 
+def test_an_op_that_cannot_run_without_data_is_refused():
+    """Torch's own words for it, a failed assertion of its C++, are no answer to the program."""
+    with world() as four:
+        a = on(four, x, Shard(0))
+        with pytest.raises(NoRuleError, match=r"aten\._nested_tensor_from_tensor_list"):
+            torch.nested.nested_tensor([a, a])
+        with pytest.raises(RuntimeError, match="broadcast"):  # what one device says to a wrong call
+            torch.ops.aten.addcmul(a, a, on(four, y[:5], Shard(0)))
+
+
 # -- on whole tensors ------------------------------------------------------------------------------------------------
 
 

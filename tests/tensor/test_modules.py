@@ -151,6 +151,47 @@ def test_parameters_that_were_made_on_the_mesh_are_placed(two_ranks):
     two_ranks.run(made_on_the_mesh)
 
 
+class Computed(nn.Module):
+    """Parameters and a buffer that are results of ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(0.02 * torch.randn(6, 4))
+        self.q = nn.Parameter(torch.linalg.qr(torch.randn(4, 4))[0])
+        self.register_buffer("decay", 1 / 10 ** (torch.arange(4) / 4))
+
+    def forward(self, x):
+        return x @ self.w @ self.q * self.decay
+
+
+def computed_on_the_mesh():
+    """Parameters that are computed under ``on``, converted or copied are placed as those that were made so."""
+    on = on_two()
+    patterns = {"w": [Shard(0)], "q": [Shard(1)], "decay": [Shard(0)]}
+    with sw.on(on):
+        model = Computed()
+        converted, copied = Computed().double(), copy.deepcopy(model)
+    for placed in (model, converted, copied):
+        whole = {name: t.full_tensor().detach() for name, t in placed.state_dict().items()}
+        sw.distribute_module(placed, on, patterns)
+        for name, tensor in placed.state_dict(keep_vars=True).items():
+            assert list(tensor.placements) == patterns[name]
+            assert torch.equal(tensor.full_tensor(), whole[name])
+        assert all(p.is_leaf and p.requires_grad for p in placed.parameters())
+        placed(sw.distribute_tensor(torch.rand(3, 6, dtype=placed.w.dtype), on)).sum().backward()
+        assert placed.w.grad.placements == (Shard(0),)
+        with pytest.raises(PlacementError, match="already, from an earlier call"):
+            sw.distribute_module(placed, on, {"w": [R]})
+    by_hand = nn.Module()
+    by_hand.weight = nn.Parameter(sw.distribute_tensor(torch.ones(4, 4), on, [R]))
+    with pytest.raises(PlacementError, match="already, from an earlier call"):
+        sw.distribute_module(by_hand, on, {"weight": [Shard(1)]})
+
+
+def test_parameters_that_were_computed_on_the_mesh_are_placed(two_ranks):
+    two_ranks.run(computed_on_the_mesh)
+
+
 def dtensors():
     on, whole = on_two(), torch.arange(16.0).view(4, 4)
     theirs = torch_distribute_tensor(whole, on, [Shard(0)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
+import os
 import pickle
 import threading
 import weakref
@@ -298,6 +300,74 @@ def stays_plain():
 
 def test_data_parts_and_what_lies_elsewhere_stay_plain(two_ranks):
     two_ranks.run(stays_plain)
+
+
+def memory_is_copied():
+    """Torch copies memory by an empty tensor that it gives the memory: the copy is plain where the tensor is."""
+    m = mesh((2,))
+    plain, file = torch.arange(6.0).view(2, 3), io.BytesIO()
+    placed = on(plain + 1, Shard(0))
+    model = sw.distribute_module(nn.BatchNorm1d(4), m)
+    torch.save({"plain": plain, "part": placed.to_local(), "placed": placed}, file)
+    with sw.on(m):
+        copies = [copy.deepcopy(plain), pickle.loads(pickle.dumps(plain)), plain.clone().share_memory_()]
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        again, view = copy.deepcopy([loaded["placed"], loaded["placed"][:, 1:]])
+        other = copy.deepcopy(model)
+        assert plain.untyped_storage().clone().tolist() == plain.untyped_storage().tolist()
+        points = torch.quasirandom.SobolEngine(2, scramble=True, seed=3).draw(4)
+    for copied in [*copies, loaded["plain"]]:
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, plain)
+    assert type(loaded["part"]) is torch.Tensor
+    for restored in (loaded["placed"], again, pickle.loads(pickle.dumps(placed))):
+        assert restored.placements == (Shard(0),)
+        equal(restored, plain + 1)
+    view.zero_()
+    equal(again, torch.tensor([[1.0, 0, 0], [4, 0, 0]]))
+    equal(other.running_var, torch.ones(4))
+    equal(points, torch.quasirandom.SobolEngine(2, scramble=True, seed=3).draw(4))
+
+
+def test_memory_that_torch_copies_or_reads_stays_as_it_is(two_ranks):
+    two_ranks.run(memory_is_copied)
+
+
+def lazy():
+    """Its parameters are plain until they have a shape, and so when they have one; they are placed as any."""
+    m, x = mesh((2,)), torch.randn(4, 6)
+    torch.manual_seed(5)
+    whole = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    wanted = whole(x)
+    torch.manual_seed(5)
+    with sw.on(m):
+        model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+        equal(model(on(x, Shard(0))), wanted)
+    sw.distribute_module(model, m, {"0.weight": [Shard(0)]})
+    equal(model(on(x, Shard(0))), whole(x))
+    equal(model[1].running_var, whole[1].running_var)
+
+
+def test_lazy_modules_get_their_shapes(two_ranks):
+    two_ranks.run(lazy)
+
+
+def forked():
+    """The workers of a DataLoader are forked: their datasets make rows and augment them, each as it is asked."""
+    with sw.on(mesh((2,))):
+        child = os.fork()
+        if not child:
+            with sw.on(None):
+                pass
+            made = torch.full((3,), 1.0) + torch.rand(3)
+            os._exit(0 if type(made) is torch.Tensor else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert type(torch.zeros(2)) is MeshTensor
+
+
+def test_in_a_forked_process_tensors_stay_plain(two_ranks):
+    two_ranks.run(forked)
 
 
 def derived():

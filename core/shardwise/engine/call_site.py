@@ -14,6 +14,20 @@ _GRAPHS = f"{TORCH}/_functorch/_aot_autograd"
 _COLLECTIVES = f"{TORCH}/distributed"
 _OPTIMIZERS = f"{TORCH}/optim/optimizer.py"
 
+# Torch's files that copy, read or share memory: they make an empty tensor and give it that memory. Or, the last two,
+# that give it the class of a parameter of a lazy module, and that read the memory of a table themselves.
+_MEMORY = tuple(
+    f"{TORCH}/{file}"
+    for file in (
+        "storage.py",
+        "_utils.py",
+        "serialization.py",
+        "multiprocessing/",
+        "nn/parameter.py",
+        "quasirandom.py",
+    )
+)
+
 
 def users_line() -> tuple[str, int]:
     """File and line of the innermost frame of the user's program; ``("<unknown>", 0)`` without one."""
@@ -34,7 +48,8 @@ def is_in_optimizer_step() -> bool:
 def is_call_of_program(mode: str) -> bool:
     """Whether the program asked for the op that reached a mode of the dispatcher, also by way of torch's layers.
 
-    Otherwise a compiled graph, a collective of torch's or shardwise itself did. ``mode`` is the file of the mode.
+    Otherwise a compiled graph, a collective of torch's, its copies of memory or shardwise itself did. ``mode`` is the
+    file of the mode.
     """
     frame: FrameType | None = inspect.currentframe()
     asks: bool | None = None
@@ -46,7 +61,7 @@ def is_call_of_program(mode: str) -> bool:
         if file == mode:
             reached = True
         elif reached and asks is None and file not in _BETWEEN:
-            if file.startswith(_COLLECTIVES):
+            if file.startswith((_COLLECTIVES, *_MEMORY)):
                 return False
             if not file.startswith(TORCH):
                 asks = not file.startswith(OURS)

@@ -22,6 +22,7 @@ from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor.autograd import check_device, refuse_dtensor
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.placed import note_placed
 from shardwise.tensor.shards import scatter_local
 from shardwise.tensor.traceable import traceable
 
@@ -85,6 +86,8 @@ def distribute_tensor(
         sharded = nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[assignment]
     else:
         sharded.requires_grad_(tensor.requires_grad)
+    if not is_traced(whole):
+        note_placed(sharded)
     if is_sent:
         origins.start(sharded, mesh)  # only where every rank has come: it counts
     return sharded

@@ -28,8 +28,9 @@ from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.loaded_state import place_assigned
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
-from shardwise.tensor.on_mesh import enter_in_forward, take_unplaced
+from shardwise.tensor.on_mesh import enter_in_forward
 from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
+from shardwise.tensor.placed import is_unplaced, note_placed
 from shardwise.tensor.replaced import replace, replace_in_attributes
 from shardwise.tensor.sync_batch_norm import refuse_partial_statistics, take_whole_batches
 
@@ -219,7 +220,7 @@ def _replace_tensors(
             is_known = id(tensor) in by_id
             earlier = None if is_known else new_of(tensor)  # tied to a parameter of a module that was placed before
             is_placed = earlier is None and not is_known and isinstance(tensor, MeshTensor)
-            if is_placed and not take_unplaced(tensor, mesh):
+            if is_placed and not is_unplaced(tensor, mesh):
                 check_placed(name, tensor, mesh, patterns)
                 continue
             if earlier is not None:
@@ -229,6 +230,7 @@ def _replace_tensors(
                 places = placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = _placed(tensor, mesh, places, src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
+                note_placed(by_id[id(tensor)])
                 if by_id[id(tensor)] is not tensor:
                     replace(tensor, by_id[id(tensor)])
                 name_tensor(by_id[id(tensor)], name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,9 +36,7 @@ from shardwise.private_torch.ops import draws, packet_name
 from shardwise.tensor.factories import empty, rand, randint, randn, randperm
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["enter_in_forward", "locally", "on", "take_unplaced"]
-
-_UNPLACED = "shardwise_unplaced"  # an attribute of a storage, which every view of it has
+__all__ = ["enter_in_forward", "locally", "on"]
 
 
 class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
@@ -87,29 +86,13 @@ def _made(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMe
         return op(*args, **kwargs)
     if draws(op):
         drawn = _drawn(op, args, kwargs, mesh)
-        return op(*args, **kwargs) if drawn is None else _unplaced(drawn)
+        return op(*args, **kwargs) if drawn is None else drawn
     result = op(*args, **kwargs)
     if is_zero_tensor(result):  # autograd's own, for a tangent that is zero everywhere; only torch computes with it
         return result
     if type(result) is torch.Tensor and result.device.type == mesh.device_type and result.layout is torch.strided:
-        return _unplaced(replicated_tensor(MeshTensor, mesh, result))
+        return replicated_tensor(MeshTensor, mesh, result)
     return result
-
-
-def _unplaced(tensor: Any) -> Any:
-    """Note that nobody has said how a tensor is to lie; what a forward pass makes is no parameter."""
-    if not _entered.passes:
-        setattr(tensor._local_tensor.untyped_storage(), _UNPLACED, True)
-    return tensor
-
-
-def take_unplaced(tensor: MeshTensor, mesh: DeviceMesh) -> bool:
-    """Whether a tensor was made under :func:`on` of a mesh and nobody has placed it; who asks places it now."""
-    storage = tensor._local_tensor.untyped_storage()
-    is_unplaced = hasattr(storage, _UNPLACED) and tensor.device_mesh == mesh
-    if is_unplaced:
-        delattr(storage, _UNPLACED)
-    return is_unplaced
 
 
 # By the name of torch's function: one that takes the same arguments, by position.
@@ -158,6 +141,15 @@ class _Pass:
 
 
 _entered = _Entered()
+
+
+def _switch_off() -> None:
+    """In a process that was forked, as the workers of a DataLoader are: it is no rank and must not communicate."""
+    for mode in _entered.modes:
+        mode.mesh = None
+
+
+os.register_at_fork(after_in_child=_switch_off)
 
 
 def _enter(mesh: DeviceMesh | None) -> _OnMesh:
