@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.replaced_parameters import new_of
-from shardwise.errors import ArgumentError, LayoutError, PlanError, PlanFitError, PlanFitWarning
+from shardwise.errors import ArgumentError, LayoutError, PlanError, PlanFitError, PlanFitWarning, warn_user
 from shardwise.kernel.arguments import check_function, check_mesh, check_module, refuse_argument
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.places import Places
@@ -144,7 +143,7 @@ def _fits_not(asked: str, found: str, name: str, loose: bool) -> None:
     error = PlanFitError(asked=asked, found=found, do="Plan the program again, with this module in it.", name=name)
     if not loose:
         raise error
-    warnings.warn(str(error), PlanFitWarning, stacklevel=4)
+    warn_user(str(error), PlanFitWarning)
 
 
 def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
