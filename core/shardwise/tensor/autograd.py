@@ -41,6 +41,7 @@ from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import base_of, memory_of, with_memory
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced, recording_mode
+from shardwise.tensor.names import name_of
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
@@ -100,10 +101,12 @@ def redistribute(
     grad_placements: Sequence[Placement] | None = None,
     async_op: bool = False,
     grad_dtype: torch.dtype | None = None,
+    subject: int = 0,
 ) -> Any:
     """``tensor`` under other placements; differentiable. See :meth:`MeshTensor.redistribute`.
 
-    Returns the tensor itself if its placements do not change and nothing is said of its gradient.
+    Returns the tensor itself if its placements do not change and nothing is said of its gradient. ``subject`` stands
+    for the leaf whose gradient it is, in what the ranks compare.
     """
     if recording_mode() is not None:
         _refuse_in_a_graph(tensor, "redistribute {}")
@@ -112,6 +115,10 @@ def redistribute(
         if recording.recorder is not None:
             recording.recorder.redistributed(tensor, tensor)
         return tensor
+    if steps is not None and steps.groups and (subject or origins.ORIGIN in tensor.__dict__):
+        subject = subject or origins.subject_of_distributed(tensor, name_of(tensor))
+        if subject and not is_recorded(tensor._local_tensor):
+            steps.tell_subject(subject)
     if torch.is_grad_enabled() and _requires_grad(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
         how = target, steps, layout, async_op, grad_dtype
@@ -121,9 +128,9 @@ def redistribute(
     return _run(tensor, target, steps, async_op)
 
 
-def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
+def reduce_later(grad: Any, placements: Sequence[Placement], subject: int = 0) -> Any:
     """The same as :func:`redistribute`, for a gradient: its collective runs during backward, until its first use."""
-    reduced = redistribute(grad, placements, async_op=True)
+    reduced = redistribute(grad, placements, async_op=True, subject=subject)
     source = source_of(reduced)
     if isinstance(source, AsyncResult):
         _backward.add(source)
