@@ -302,7 +302,7 @@ def from_local(
     if run_check:  # compares the layout too, also where this rank knows it and another does not
         check_agreement(local, spec)
     elif not is_traced(local):
-        agree_on_layout(spec, "from_local")
+        agree_on_layout(spec, "from_local", "shape" if shape is None else "")
     return _FromLocal.apply(local, spec, _checked_grad_layout(grad_placements, spec))  # type: ignore[no-untyped-call]
 
 
@@ -354,7 +354,7 @@ def leave(
     spec = _spec_of_local(part, mesh, check_placements(placements, mesh.ndim, part.ndim), shape, None)
     meet(mesh)
     if not is_traced(part):
-        agree_on_layout(spec, "local")
+        agree_on_layout(spec, "local", "shapes" if shape is None else "")
     if factor != 1:
         part = _Times.apply(part, 1 / factor)  # type: ignore[no-untyped-call]
     layouts = (check_placements(layout, mesh.ndim, part.ndim) for layout in (grad, again))
