@@ -108,6 +108,7 @@ def test_an_unreadable_pyproject_is_named_in_a_warning(where, tmp_path):
     with pytest.warns(RuntimeWarning) as caught:
         assert read_settings({"SHARDWISE_STRICT": "1"}, tmp_path / where).strict
     (warning,) = caught
+    assert warning.filename == __file__
     assert str(warning.message).startswith(f"{tmp_path / 'pyproject.toml'} cannot be read: [Errno 5]")
     # Once for a process, which reads its settings some ten times.
     with warnings.catch_warnings():

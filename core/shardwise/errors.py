@@ -6,6 +6,10 @@ and the values behind them, from attributes.
 
 from __future__ import annotations
 
+import os
+from inspect import currentframe
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -349,3 +353,59 @@ class CheckpointFileError(CheckpointError):
 
 class CheckpointStepError(CheckpointError):
     """A checkpoint has an earlier step than the last one of its directory."""
+
+
+# -- where a warning points -------------------------------------------------------------------------------------
+
+
+def warn_user(message: str, category: type[Warning], at: BaseException | None = None) -> None:
+    """Warn at the line of the program that called shardwise, which is the one to look at; or at the line of another's
+    code where an error was raised, such as a plugin's, if ``at`` comes from one.
+    """
+    import warnings  # only here: what is well needs none
+
+    trace = at.__traceback__ if at is not None else None
+    place: tuple[FrameType, int] | None = None
+    while trace is not None:
+        if not _is_between(trace.tb_frame):
+            place = trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    if place is None:
+        place = _users_place(currentframe())
+    if place is None:  # no line of any program: a thread of ours, say
+        warnings.warn(message, category, stacklevel=2)
+        return
+    frame, line = place
+    module = str(frame.f_globals.get("__name__") or "<string>")
+    # As warnings.warn does it: one line warns once, and modules are what a filter names.
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, line, module, registry)
+
+
+def _users_place(frame: FrameType | None) -> tuple[FrameType, int] | None:
+    """The innermost frame that is neither shardwise's nor torch's, and its line. What runs below a handler of an op,
+    such as a lowering of a plugin, is not the program.
+    """
+    place: tuple[FrameType, int] | None = None
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<shardwise"):
+            place = None
+        elif place is None and not _is_between(frame):
+            place = frame, frame.f_lineno
+        frame = frame.f_back
+    return place
+
+
+_HERE = str(Path(__file__).parent) + os.sep
+# The commands and the demo are programs that use the rest.
+_PROGRAMS = tuple(_HERE + part + os.sep for part in ("cli", "demo"))
+_BETWEEN = ("torch", "pluggy", "importlib", "contextlib", "functools", "threading")
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether a frame is shardwise's own, or of what lies between it and a program."""
+    file = frame.f_code.co_filename
+    if file.startswith(_HERE):
+        return not file.startswith(_PROGRAMS)
+    module = str(frame.f_globals.get("__name__"))
+    return file.startswith("<") or module.partition(".")[0] in _BETWEEN

@@ -52,7 +52,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from shardwise.errors import SettingsError
+from shardwise.errors import SettingsError, warn_user
 
 __all__ = [
     "PLAIN_POLICIES",
@@ -204,10 +204,8 @@ def _warn_of(unread: Iterable[tuple[str, str]]) -> None:
     """Warn of each once: a process reads its settings some ten times."""
     for found, do in unread:
         if (found, do) not in _warned:
-            import warnings  # only here: what is well needs none
-
             _warned.add((found, do))
-            warnings.warn(f"{found}; shardwise has no settings of it. {do}", RuntimeWarning, stacklevel=3)
+            warn_user(f"{found}; shardwise has no settings of it. {do}", RuntimeWarning)
 
 
 _HAS_TABLE = re.compile(rb"""\[\s*["']?tool["']?\s*\.\s*["']?shardwise""")

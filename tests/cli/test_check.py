@@ -44,6 +44,7 @@ PROJECT = """
     [project]
     name = "{name}"
     version = "1.0"
+    keywords = [{keywords}]
     dependencies = [{requires}]
     [project.entry-points."{group}"]
     {entry} = "{package}.plugin"
@@ -65,6 +66,7 @@ def checkout(tmp_path, request):
         rules=SCALED,
         samples=None,
         root="src",
+        keywords=("shardwise",),
     ):
         package = f"{name.replace('-', '_')}_{crc32(request.node.name.encode())}"
         said = {
@@ -76,11 +78,12 @@ def checkout(tmp_path, request):
             "hook": hook,
             "rules": rules.format(package=package),
             "requires": ", ".join(f'"{line}"' for line in requires),
+            "keywords": ", ".join(f'"{word}"' for word in keywords),
         }
         folder = tmp_path / "checkout"
         inner = folder / root / package
         inner.mkdir(parents=True)
-        texts = {"__init__.py": "", "ops.py": OPS, "plugin.py": PLUGIN}
+        texts = {"__init__.py": "", "py.typed": "", "ops.py": OPS, "plugin.py": PLUGIN}
         for file, text in texts.items():
             (inner / file).write_text(textwrap.dedent(text).format(**said))
         (folder / "pyproject.toml").write_text(textwrap.dedent(PROJECT).format(**said))
@@ -121,6 +124,53 @@ SAMPLES = """
 """
 
 
+# -- conventions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_keyword_and_a_missing_py_typed_are_notes(checkout, quick):
+    folder = checkout(samples=SAMPLES, keywords=("pytorch", "shardwise-like"))
+    (typed,) = folder.rglob("py.typed")
+    typed.unlink()
+    report = report_of(folder, exit_code=0)
+    assert set(report) == {"keyword", "typed"}
+    assert report["keyword"].startswith("note: the distribution has not the keyword shardwise")
+    assert f"the package {typed.parent.name} has no py.typed" in report["typed"]
+    result = run(folder, "--strict")
+    assert result.exit_code == 0, result.output
+    assert "2 notes, 0 warnings, 0 failed" in result.output
+    assert 'Add keywords = ["shardwise", ...] to [project].' in result.output
+
+
+@pytest.mark.parametrize("words", ["", "Keywords: pytorch,sharding\n", "Keywords: pytorch sharding\n"])
+def test_the_keyword_of_an_installed_plugin_is_looked_for_too(install, source, quick, words):
+    install("acme-kernels", source(), metadata=f"{words}Requires-Dist: {BOUNDS}\n")
+    assert report_of("acme-kernels", exit_code=1)["keyword"].startswith("note: ")
+    # Its module lies in no package, which cannot be typed.
+    assert "typed" not in report_of("acme-kernels", exit_code=1)
+
+
+@pytest.mark.parametrize("words", ["Keywords: pytorch,Shardwise\n", "Keywords: pytorch shardwise\n"])
+def test_the_keyword_may_be_written_in_both_ways(install, source, quick, words):
+    install("acme-kernels", source(), metadata=f"{words}Requires-Dist: {BOUNDS}\n")
+    assert "keyword" not in report_of("acme-kernels", exit_code=1)
+
+
+def test_a_samples_file_without_samples_says_so_and_fails_where_none_can_be_guessed(checkout, quick):
+    report = report_of(checkout(samples="SAMPLES = {{}}"), exit_code=0)
+    assert set(report) == {"samples"}  # the op takes one tensor: its samples are guessed
+    assert report["samples"].startswith("warning: ")
+    assert "has no sample: SAMPLES is empty, so samples are guessed from the schemas" in report["samples"]
+
+
+def test_empty_samples_of_an_op_whose_samples_cannot_be_guessed_are_a_failure(install, source, quick):
+    site = install("acme-kernels", source(), metadata=f"Keywords: shardwise\nRequires-Dist: {BOUNDS}\n")
+    declare_samples(site, "acme-kernels", "acme_kernels_samples")
+    (site / "acme_kernels_samples.py").write_text("SAMPLES = {}")
+    report = report_of("acme-kernels", exit_code=1)
+    assert report["samples"].startswith("warning: [shardwise.samples] acme_kernels_samples has no sample")
+    assert report["oracle"].startswith("failed: 1 op, 0 rows, 0 cases")
+
+
 # -- what it takes -------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +203,7 @@ def test_a_checkout_that_hatch_finds_elsewhere(checkout, quick):
 
 
 def test_an_installed_plugin(install, source, quick):
-    install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
+    install("acme-kernels", source(), metadata=f"Keywords: shardwise\nRequires-Dist: {BOUNDS}\n")
     # Samples that are guessed from the schema reach none of its rows: so nothing was tried, which is no success.
     report = report_of("acme-kernels", exit_code=1)
     assert set(report) == {"samples", "oracle"}
@@ -168,7 +218,7 @@ def declare_samples(site, name, module):
 
 
 def test_an_installed_plugin_is_judged_by_the_samples_that_it_declares(install, source, quick):
-    site = install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
+    site = install("acme-kernels", source(), metadata=f"Keywords: shardwise\nRequires-Dist: {BOUNDS}\n")
     declare_samples(site, "acme-kernels", "acme_kernels_samples")
     (site / "acme_kernels_samples.py").write_text(
         "import torch\nop = torch.ops.aten._copy_from_and_resize.default\n"
@@ -186,7 +236,7 @@ def test_an_installed_plugin_is_judged_by_the_samples_that_it_declares(install, 
     [(None, "ModuleNotFoundError"), ("raise OSError('gone')", "OSError: gone"), ("SAMPLES = 3", "not a mapping")],
 )
 def test_declared_samples_that_cannot_be_read(install, source, quick, text, words):
-    site = install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
+    site = install("acme-kernels", source(), metadata=f"Keywords: shardwise\nRequires-Dist: {BOUNDS}\n")
     declare_samples(site, "acme-kernels", "acme_kernels_samples")
     if text is not None:
         (site / "acme_kernels_samples.py").write_text(text)

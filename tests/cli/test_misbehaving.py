@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -136,8 +137,10 @@ def test_whatever_a_plugin_raises_is_its_row_and_a_warning_of_programs(install, 
     result = run("plugins", "--json")
     assert (result.exit_code, rows_of(result)["acme-raises"]["reason"]) == (0, cause)
     plugins = [plugin for plugin in discover() if plugin.origin.plugin == "acme-raises"]
-    with pytest.warns(RuntimeWarning, match="shardwise left out the plugin acme-raises 1.0"):
+    with pytest.warns(RuntimeWarning, match="shardwise left out the plugin acme-raises 1.0") as told:
         (status,) = load(plugins, Registry(), strict=False)
+    # What is to be mended is the plugin.
+    assert (Path(told[0].filename).name, told[0].lineno) == ("acme_raises_plugin.py", text.count("\n") + 1)
     assert status.status == "failed"
     with pytest.raises(PluginLoadError):
         load(plugins, Registry(), strict=True)

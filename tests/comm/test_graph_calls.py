@@ -226,6 +226,7 @@ def warnings_with_the_cpp_wrapper(backend: str) -> tuple[list[str], float, int]:
                 compiled(x)
     before = log().count
     value = float(compiled(x))
+    assert {one.filename for one in caught if one.category is UnseenGraphWarning} <= {__file__}
     return [str(one.message) for one in caught if one.category is UnseenGraphWarning], value, log().count - before
 
 

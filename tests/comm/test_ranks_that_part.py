@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +20,14 @@ import torch.distributed as dist
 from attrs import asdict
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import rank_failures, standstill
 from shardwise.comm.call_posts import first_difference
-from shardwise.comm.collective_log import KEPT, CollectiveLog, call_code
+from shardwise.comm.collective_log import KEPT, CollectiveLog, call_code, subject_code
 from shardwise.comm.failure_notes import Note, Wait
 from shardwise.comm.groups import group_of
 from shardwise.comm.standstill import Waiting, circle
@@ -212,6 +215,79 @@ def test_ranks_that_part_end_without_being_asked(four: WorkerPool) -> None:
         assert rest.startswith("ranks 0, 1, 3: all_reduce sum over mesh dim 0 of 32 bytes, MeshTensor.full_tensor at")
 
 
+def branches(order: Sequence[str], how: str) -> None:
+    """Gradients of one shape, which reach their parameters in the order of some names."""
+    mesh = init_device_mesh("cpu", (4,))
+    placements: Any = {"*.weight": [Shard(0)]} if how == "sharded" else {}
+    source = None if how == "without a source" else 0
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in sorted(order)})
+    sw.distribute_module(model, mesh, placements, src_data_rank=source)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = sw.distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
+    for _ in range(4):
+        with sw.accumulate() if how == "together" else nullcontext():
+            outputs = [model[name](x).sum() for name in order]
+            if how == "one by one":
+                for output in outputs:
+                    output.backward()
+            else:
+                sum(outputs).backward()
+        optimizer.step()
+        time.sleep(0.5)
+    x.sum().item()
+
+
+def set_order(how: str) -> None:
+    names = ["a", "b", "c", "d"]
+    branches(names[::-1] if is_alone() else names, how)
+
+
+@pytest.mark.parametrize(
+    "how", ["one by one", *(pytest.param(how, marks=SAMPLE) for how in ("in a sum", "sharded", "without a source"))]
+)
+def test_gradients_of_one_shape_in_another_order_end_all_ranks(four: WorkerPool, how: str) -> None:
+    """As in a loop over a set of names: nothing else about these collectives differs, and the numbers are wrong."""
+    errors, seconds = failures(four, partial(set_order, how))
+    assert seconds < 20
+    for failure in errors:
+        assert failure.kind == "RankDisagreementError", failure
+        text = str(failure.error)
+        assert re.search(r"for the gradient of '[ad]\.weight'; ", text)
+        assert "PYTHONHASHSEED" in text
+
+
+def gathered(names: Sequence[str]) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    tensors = {name: sw.distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]) for name in sorted(names)}
+    for name in names:
+        tensors[name].full_tensor()
+    time.sleep(3)
+    tensors["a"].sum().item()
+
+
+def gathered_in_another_order() -> None:
+    gathered(["b", "a"] if is_alone() else ["a", "b"])
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_tensors_of_one_shape_that_are_gathered_in_another_order_end_all_ranks(four: WorkerPool) -> None:
+    errors, _ = failures(four, gathered_in_another_order)
+    assert "for distributed tensor 2" in str(errors[0].error)
+
+
+def in_one_order() -> None:
+    for how in ("one by one", "in a sum", "sharded", "without a source", "together"):
+        branches(["c", "a", "d", "b"], how)
+    gathered(["b", "a"])
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_the_same_in_one_order_passes(four: WorkerPool) -> None:
+    four.run(in_one_order, timeout=120)
+
+
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("compares", [False, True])
@@ -303,6 +379,39 @@ def test_a_digest_is_of_kinds_bytes_and_their_order() -> None:
     assert one.digest == log_of((SUM, 4), (GATHER, 8)).digest
     for other in ([(GATHER, 8), (SUM, 4)], [(SUM, 4)], [(SUM, 8), (GATHER, 8)], [(SUM, 4), (GATHER, 8), (SUM, 4)]):
         assert log_of(*other).digest != one.digest
+
+
+def test_a_digest_is_of_the_tensors_that_calls_are_for() -> None:
+    def log_for(*subjects: str, uneven: bool = False) -> CollectiveLog:
+        log = log_of()
+        for _ in range(2):  # the second time each call follows the one before as it did
+            for subject in subjects:
+                if subject:
+                    log.tell_subject(subject_code(subject, subject.upper()))
+                (log.record_uneven if uneven else log.record)(SUM, 4)
+        return log
+
+    for uneven in (False, True):
+        one = log_for("a", "b", "", uneven=uneven)
+        assert one.digest == log_for("a", "b", "", uneven=uneven).digest
+        for other in (("b", "a", ""), ("a", "", "b"), ("a", "b", "b"), ("", "", ""), ("a", "b")):
+            assert log_for(*other, uneven=uneven).digest != one.digest
+        said = [call.text.rpartition(", for ")[2] for call in one.calls()]
+        assert said[:2] == said[3:5] == ["A", "B"]
+        assert ", for " not in one.calls()[2].text
+
+
+def test_subjects_of_one_call_add_up_in_their_order() -> None:
+    def log_for(*subjects: str) -> CollectiveLog:
+        log = log_of()
+        for subject in subjects:
+            log.tell_subject(subject_code(subject, subject))
+        log.record(SUM, 4)
+        return log
+
+    assert log_for("a", "b").digest == log_for("a", "b").digest
+    assert len({log_for(*said).digest for said in (("a", "b"), ("b", "a"), ("a",), ("b",), ())}) == 5
+    assert log_for("a", "b").calls()[0].text.endswith(", for several tensors")
 
 
 def test_bytes_that_depend_on_the_rank_do_not_count() -> None:

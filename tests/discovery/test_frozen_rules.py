@@ -226,8 +226,11 @@ def test_a_checkpoint_of_other_rules_is_a_warning_that_names_them(acme, tmp_path
     checkpoint.load({"x": torch.zeros(2)}, tmp_path / "run")
     acme(version="1.1", more="x = 1")
     process.default_registry()
-    with pytest.warns(RulesWarning, match=r"other rules: acme-frozen: acme-frozen 1\.0 \w+ then, acme-frozen 1\.1"):
+    with pytest.warns(
+        RulesWarning, match=r"other rules: acme-frozen: acme-frozen 1\.0 \w+ then, acme-frozen 1\.1"
+    ) as told:
         checkpoint.load(state := {"x": torch.zeros(2)}, tmp_path / "run")
+    assert told[0].filename == __file__
     assert torch.equal(state["x"], torch.ones(2))
 
 

@@ -90,8 +90,9 @@ def with_elements() -> None:
         torch.add(x, x, out=out)
     assert torch.equal(out.full_tensor(), torch.ones(3, 3))
     plain = torch.ones(3, 3)
-    with pytest.warns(UserWarning, match=r"shape \[3, 3\] and is resized"):
+    with pytest.warns(UserWarning, match=r"shape \[3, 3\] and is resized") as told:
         torch.add(x, x, out=plain)
+    assert told[0].filename == __file__
     assert torch.equal(plain, a + a)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -281,6 +281,7 @@ def torch_seeded_by_rank():
         assert not caught
         drawn = sw.rand(9, device_mesh=world, placements=[Shard(0)]).full_tensor()
         told = [str(one.message) for one in caught if one.category is DifferentSeedsWarning]
+        assert {one.filename for one in caught} == {__file__}
         sw.rand(9, device_mesh=world, placements=[Shard(0)])
         assert len([one for one in caught if one.category is DifferentSeedsWarning]) == len(told) == 1
     torch.manual_seed(3)

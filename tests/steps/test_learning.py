@@ -357,8 +357,9 @@ def test_a_step_that_writes_strided_shards_goes_on_as_before(write):
         with sw.learn() as learned_here:
             h = model(x)
             (h * write(h, kept)).sum().backward()
-            with pytest.warns(UserWarning, match=r"decide for the \d+ calls .* goes on as before"):
+            with pytest.warns(UserWarning, match=r"decide for the \d+ calls .* goes on as before") as told:
                 optimizer.step()
+            assert told[0].filename == __file__
             assert learned_here.learned is None
 
 

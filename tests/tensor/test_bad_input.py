@@ -325,6 +325,7 @@ def parts_that_disagree():
         lambda: sw.distribute_tensor(torch.ones(8, 8), grid, [Shard(odd)]),
         lambda: sw.distribute_tensor(torch.ones(37, 8), grid, [Replicate() if odd else Shard(0)], src_data_rank=None),
         lambda: sw.distribute_tensor(torch.ones(8, 4, requires_grad=bool(odd)), grid, [Shard(0)]),
+        lambda: MeshTensor.from_local(torch.ones(41, 3), grid, [Shard(0)], shape=(164, 3), stride=(3 + odd, 1)),
     ]
     raised = [_disagreement(call) for call in calls]
     assert MeshTensor.from_local(torch.ones(2, 3), grid, [Shard(0)]).sum().item() == 24
@@ -337,6 +338,9 @@ def test_ranks_that_make_different_tensors_all_raise(pool):
             assert "do not agree" in text
     assert "on ranks 0, 2" in raised[0]
     assert "on ranks 1, 3" in raised[0]
+    assert "Pass the global shape= where the parts" in raised[0]
+    for text in (raised[6], raised[8]):  # the shape was passed, or there is no such argument
+        assert "Pass the same global shape, placements and dtype" in text
 
 
 def copies_that_differ():

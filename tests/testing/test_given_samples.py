@@ -45,8 +45,9 @@ def test_a_list_a_function_and_an_iterator_are_taken(samples):
 
 def test_a_large_sample_is_warned_of():
     samples = [((torch.zeros(3 << 17),), {})]
-    with pytest.warns(RuntimeWarning, match=r"sample 0 of aten\.neg\.default has 393,216 elements"):
+    with pytest.warns(RuntimeWarning, match=r"sample 0 of aten\.neg\.default has 393,216 elements") as told:
         check_rule(RULE, samples, cases=1, meshes=[(2,)])
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize("meshes", [3, [3], [()], [(0,)], [(2, -1)], [("2",)], "2x2"])

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardwise.checkpoint import folder
@@ -28,7 +29,7 @@ from shardwise.checkpoint.rules import rules_in_force, warn_of_other_rules
 from shardwise.comm.call_posts import lines_by_rank
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
-from shardwise.kernel.arguments import check_path, refuse_argument
+from shardwise.kernel.arguments import check_flag, check_path, refuse_argument
 from shardwise.tensor.dcp_chunks import check_has_data
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
@@ -50,9 +51,11 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
     on every rank.
     """
     check_path("save a checkpoint", directory)
+    _check_state("save a checkpoint", state)
     for name, number in (("step", step), ("keep", keep)):
         if isinstance(number, bool) or not isinstance(number, int):
             refuse_argument("save a checkpoint", name, number, f"Give a whole number, as in {name}=2.")
+    _check_group("save a checkpoint", process_group)
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"save step {step} in {where}"
     check_has_data(asked)
@@ -114,6 +117,11 @@ def load(
     the state is as it was, on every rank: what is loaded takes its own memory until all ranks have all of it.
     """
     check_path("load a checkpoint", directory)
+    _check_state("load a checkpoint", state)
+    if step is not None and type(step) is not int:
+        refuse_argument("load a checkpoint", "step", step, "Give a whole number, as in step=2, or None for the last.")
+    check_flag("load a checkpoint", verify, "verify")
+    _check_group("load a checkpoint", process_group)
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
     calls = ranks.all(asked, lambda: (str(where), step, verify))
@@ -141,11 +149,23 @@ def load(
 def latest(directory: str | Path, *, process_group: Any = None) -> Checkpoint | None:
     """The last complete checkpoint of a directory, the same on every rank. Every rank must call this."""
     check_path("look for checkpoints", directory)
+    _check_group("look for checkpoints", process_group)
     where = Path(directory).absolute()
     return Ranks(process_group).first(f"look for checkpoints in {where}", lambda: folder.newest(where))
 
 
 # -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_state(asked: str, state: Any) -> None:
+    """Raise :class:`ArgumentError` unless this maps names to what is saved."""
+    if not isinstance(state, Mapping):
+        refuse_argument(asked, "state", state, 'Give a dict of names, as in {"model": model, "optimizer": optimizer}.')
+
+
+def _check_group(asked: str, group: Any) -> None:
+    if not (group is None or isinstance(group, dist.ProcessGroup)):
+        refuse_argument(asked, "process_group", group, "Give what dist.new_group() returned, or None for all ranks.")
 
 
 def _check_same_arguments(asked: str, called: str, calls: Sequence[Any]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from shardwise.checkpoint.folder import Checkpoint, rules_of
 from shardwise.discovery.process import is_filled, statuses
-from shardwise.errors import RulesWarning
+from shardwise.errors import RulesWarning, warn_user
 
 __all__ = ["rules_in_force", "warn_of_other_rules"]
 
@@ -33,9 +31,8 @@ def warn_of_other_rules(checkpoint: Checkpoint) -> None:
     if differ:
         lines = [f"{name}: {saved.get(name, 'none')} then, {here.get(name, 'none')} now" for name in differ[:_SHOWN]]
         rest = f"; and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        warnings.warn(
+        warn_user(
             f"{checkpoint.path} was saved with other rules: {'; '.join(lines)}{rest}. The numbers from here on may "
             "differ from those of a run that was not interrupted; `shardwise plugins freeze` holds rules fast.",
             RulesWarning,
-            stacklevel=2,
         )

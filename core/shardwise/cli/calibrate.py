@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.cli.output import PIPE_WIDTH, json_option, print_json, progress
+from shardwise.cli.output import json_option, print_json, print_parts, print_text, progress
 from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
@@ -104,17 +104,14 @@ def calibrate(
         values = {"file": str(measured.request.out), **figures, "transitions": measured.redistributions}
         print_json(values)
     else:
-        console = Console()
-        console = console if console.is_terminal else Console(width=PIPE_WIDTH)
-        console.print(_figure_table(measured.calibration))
         table = Table("tensor", "from", "to", "steps", title="Redistributions")
         for heading in ("predicted us", "measured us"):
             table.add_column(heading, justify="right")
         for row in measured.redistributions:
             words = (_escaped(str(row[key])) for key in ("tensor", "from", "to", "steps"))
             table.add_row(*words, *(f"{float(str(row[key])) * 1e6:,.0f}" for key in ("predicted", "measured")))
-        console.print(table)
-        console.print(f"written to {measured.request.out}", soft_wrap=True, highlight=False)
+        print_parts([_figure_table(measured.calibration), table])
+        print_text(f"written to {measured.request.out}")
 
 
 def _measure_under_torchrun(request: Request) -> MeasuredMesh | None:

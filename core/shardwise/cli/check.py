@@ -20,7 +20,14 @@ from shardwise.cli.rule_checks import (
     read_samples,
     register,
 )
-from shardwise.cli.static_checks import check_entries, check_imports, check_packages, check_requires, check_surface
+from shardwise.cli.static_checks import (
+    check_conventions,
+    check_entries,
+    check_imports,
+    check_packages,
+    check_requires,
+    check_surface,
+)
 from shardwise.cli.subject import SAMPLES, SAMPLES_GROUP, PluginToCheck, find_subject
 from shardwise.discovery.entry_points import GROUP
 from shardwise.kernel.first_party import is_first_party
@@ -64,6 +71,7 @@ def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -
     yield from check_entries(subject)
     yield from check_requires(subject)
     yield from check_packages(subject)
+    yield from check_conventions(subject)
     modules = [entry.module for entry in subject.entries if entry.group == GROUP]
     imported = probe(modules, subject.roots) if modules else {}
     yield from check_imports(subject, imported)
@@ -93,10 +101,12 @@ def _samples(subject: PluginToCheck, named: Path | None) -> tuple[Samples, list[
     path = named or (None if subject.declared else subject.samples)
     where = str(path) if path else ", ".join(f"[{entry.group}] {entry.value}" for entry in subject.declared)
     try:
-        if path is not None:
-            return read_samples(path), []
-        if subject.declared:
-            return declared_samples(subject.declared), [Finding("samples", OK, where)]
+        if path is not None or subject.declared:
+            given = read_samples(path) if path is not None else declared_samples(subject.declared)
+            if not (given.samples or given.unsampled):
+                found = f"{where} has no sample: SAMPLES is empty, so samples are guessed from the schemas"
+                return given, [Finding("samples", WARNING, found, "Add the calls of each op to SAMPLES.")]
+            return given, [] if path is not None else [Finding("samples", OK, where)]
     except Exception as error:  # noqa: BLE001  samples are their author's code
         do = "Correct the file." if path else "Correct the module, and see that the wheel has it."
         return Samples(), [Finding("samples", FAILED, f"{where}: {type(error).__name__}: {error}", do)]

@@ -13,7 +13,7 @@ from attrs import asdict
 from rich.console import Console
 
 from shardwise.cli.modules import load_function
-from shardwise.cli.output import json_option, print_json, print_rows
+from shardwise.cli.output import json_option, print_json, print_rows, print_text
 from shardwise.cli.program_errors import OF_MESH, check_takes
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.errors import WorkerError
@@ -172,7 +172,7 @@ def _print(report: StepReport) -> None:
     shape, size = "x".join(map(str, report.mesh_shape)), math.prod(report.mesh_shape)
     counts = ", ".join(_count(report.compared[stage], stage) for stage in STAGES if report.compared.get(stage))
     if report.is_same:
-        click.echo(f"The same as on one device, on {size} ranks ({shape}): {counts}.")
+        print_text(f"The same as on one device, on {size} ranks ({shape}): {counts}.")
         return
     if report.differences:
         rows = [
@@ -189,11 +189,11 @@ def _print(report: StepReport) -> None:
         more = len(report.differences) - _SHOWN
         click.echo(f"and {more} more\n" if more > 0 else "")
         first, ranks = report.differences[0]
-        click.echo(f"The first that differs, {_on_ranks(ranks, size)}: {first.place}\n  {first.found}")
-        click.echo(_op_text(report))
+        print_text(f"The first that differs, {_on_ranks(ranks, size)}: {first.place}\n  {first.found}")
+        print_text(_op_text(report))
     if report.error:
-        click.echo(f"The ranks then raised {report.error}")
-    click.echo(f"Compared on {size} ranks ({shape}): {counts}.")
+        print_text(f"The ranks then raised {report.error}")
+    print_text(f"Compared on {size} ranks ({shape}): {counts}.")
 
 
 _COUNTED = {

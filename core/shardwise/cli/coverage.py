@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shardwise.cli.modules import load_function
-from shardwise.cli.output import json_option, print_json, print_rows
+from shardwise.cli.output import json_option, print_json, print_rows, print_text
 from shardwise.cli.program_errors import check_takes, program_errors
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import op_name
@@ -89,14 +89,14 @@ def _print_coverage(coverage: Coverage, *, show_all: bool) -> None:
             cells = (use.name, use.plugin or parts or conflict, use.calls, phases, use.site)
             rows.append(dict(zip(COLUMNS, cells, strict=True)))
     if rows:
-        print_rows(rows, COLUMNS)
+        print_rows(rows, COLUMNS, drop=("phase", "calls"))
     data = [use for use in coverage.uses if use.data]
     for use in data:
-        click.echo(f"{use.name} at {use.site}: data decides this number; 1 was taken for it")
+        print_text(f"{use.name} at {use.site}: data decides this number; 1 was taken for it")
     if coverage.stopped:
-        click.echo(f"stopped early: {coverage.stopped}")
+        print_text(f"stopped early: {coverage.stopped}")
     covered = len(coverage.uses) - len(coverage.missing)
     decomposed = sum(1 for use in coverage.uses if use.plugin is None and use.parts)
     runs = f" or run as ops that have one ({decomposed})" if decomposed else ""
     where = ", up to there" if coverage.stopped else ""
-    click.echo(f"{covered} of {counted(len(coverage.uses), 'op')} have a rule{runs}{where}")
+    print_text(f"{covered} of {counted(len(coverage.uses), 'op')} have a rule{runs}{where}")

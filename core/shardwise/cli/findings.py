@@ -12,9 +12,9 @@ from rich.console import Console
 from shardwise.cli.output import on_terminal, print_json, print_rows
 from shardwise.kernel.plurals import counted
 
-__all__ = ["FAILED", "OK", "WARNING", "Finding", "report"]
+__all__ = ["FAILED", "NOTE", "OK", "WARNING", "Finding", "report"]
 
-OK, WARNING, FAILED = "ok", "warning", "failed"
+OK, NOTE, WARNING, FAILED = "ok", "note", "warning", "failed"
 
 # A terminal with fewer columns has none to spare for the name of a check.
 _NARROW = 90
@@ -22,10 +22,13 @@ _NARROW = 90
 
 @frozen
 class Finding:
-    """One thing that was checked; ``result`` is ok, warning or failed. ``do`` says what to do where it is not ok."""
+    """One thing that was checked; ``result`` is ok, note, warning or failed. ``do`` says what to do where it is not ok.
+
+    A note is about a convention: nothing is wrong, and ``strict`` lets it pass.
+    """
 
     check: str
-    result: str = field(validator=validators.in_((OK, WARNING, FAILED)))
+    result: str = field(validator=validators.in_((OK, NOTE, WARNING, FAILED)))
     found: str
     do: str = ""
 
@@ -48,7 +51,8 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
         else:
             print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))
         count = Counter(finding.result for finding in findings)
-        click.echo(f"{count[OK]} ok, {counted(count[WARNING], 'warning')}, {count[FAILED]} failed")
+        notes = f"{counted(count[NOTE], 'note')}, " if count[NOTE] else ""
+        click.echo(f"{count[OK]} ok, {notes}{counted(count[WARNING], 'warning')}, {count[FAILED]} failed")
     bad = (FAILED, WARNING) if strict else (FAILED,)
     if any(finding.result in bad for finding in findings):
         click.get_current_context().exit(1)

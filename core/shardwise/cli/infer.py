@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.cli.completion import offer_ops
 from shardwise.cli.modules import import_option, load_function
 from shardwise.cli.ops import one_of, ops_named
-from shardwise.cli.output import json_option, print_json, print_rows, progress
+from shardwise.cli.output import json_option, print_json, print_rows, print_text, progress
 from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.program_errors import program_errors
 from shardwise.cli.sample_text import read_sample
@@ -67,13 +67,13 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
             }[finding.verdict]
             rows.append({"operands": finding.form, "row": str(finding), "verdict": verdict})
         print_rows(rows, COLUMNS)
-        click.echo(f"\n{inferred.text}")
+        print_text(f"\n{inferred.text}")
         for row in inferred.unsaid:
-            click.echo(f"left out: {show_all(row.inputs)} -> {show_all(row.outputs)}")
+            print_text(f"left out: {show_all(row.inputs)} -> {show_all(row.outputs)}")
         for note in (*inferred.notes, *_decomposed(overload, registry)):
-            click.echo(f"note: {note}")
+            print_text(f"note: {note}")
         if inferred.accepted:
-            click.echo(f"the oracle accepts: {inferred.report.cases} cases of {inferred.report.rows} rows")
+            print_text(f"the oracle accepts: {inferred.report.cases} cases of {inferred.report.rows} rows")
     if not inferred.accepted:
         raise click.ClickException(f"the oracle refutes the rule: {inferred.report.refuted[0]}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from attrs import asdict, evolve, field, frozen
 
-from shardwise.cli.output import json_option, print_json, refuse_no_folder
+from shardwise.cli.output import json_option, print_json, print_text, refuse_no_folder
 from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.errors import LockFileError
@@ -93,7 +93,8 @@ def lock(
     if as_json:
         print_json(outcome.as_json())
     else:
-        click.echo("\n".join(outcome.annotations() if form == "github" else outcome.lines()))
+        lines = outcome.annotations() if form == "github" else outcome.lines()
+        (click.echo if form == "github" else print_text)("\n".join(lines))
     if not outcome.is_good:
         raise SystemExit(1)
 

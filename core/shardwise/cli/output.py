@@ -1,7 +1,8 @@
 """How commands print: tables for people, JSON for programs.
 
-On a terminal a table fits the window. In a file or a pipe each row is one line, without borders, colours or trailing
-blanks, so that ``grep`` and ``cut`` work.
+On a terminal a table fits the window. In a file or a pipe the rows of a list are one line each, without borders, so
+that ``grep`` and ``cut`` work; what a command shows in several tables is as wide as the environment variable
+``COLUMNS`` says. Colours and trailing blanks are for terminals only.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,23 +27,22 @@ from rich.table import Column, Table
 from rich.text import Text, TextType
 
 __all__ = [
-    "PIPE_WIDTH",
     "json_alone",
     "json_option",
     "on_terminal",
+    "pipe_width",
     "print_facts",
     "print_json",
     "print_parts",
     "print_rows",
+    "print_text",
     "progress",
     "refuse_no_folder",
 ]
 
-PIPE_WIDTH = 200
-"""Columns of a table that goes to a file or a pipe."""
+# Columns of a table that goes to a file or a pipe, where nobody says how many there are.
+_PIPE_WIDTH = 200
 
-# No row of a table is as long as this.
-_UNBOUNDED = 100_000
 _COLOURS = {
     "ok": "green",
     "loaded": "green",
@@ -69,6 +71,12 @@ def refuse_no_folder(option: str, path: Path | None) -> None:
     """Refuse a file to write whose folder is not there, before anything is computed for it."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
+
+
+def pipe_width() -> int:
+    """Columns of a table that goes to a file or a pipe: what the environment variable ``COLUMNS`` says, or 200."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else _PIPE_WIDTH
 
 
 @contextmanager
@@ -129,21 +137,42 @@ def _finite(value: Any) -> Any:
     return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
+def print_text(text: str) -> None:
+    """Print sentences; on a terminal words stay whole."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(Text(text))
+    else:
+        click.echo(text)
+
+
 def print_parts(parts: Sequence[RenderableType]) -> None:
     """Print tables and texts with an empty line between them; without colours and trailing blanks for a pipe.
 
-    On a terminal that has no room for the words of a table its rows are lists of names and values.
+    Where there is no room for the words of a table its rows are lists of names and values.
     """
     console = Console(highlight=False)
     if console.is_terminal:
         for i, part in enumerate(parts):
             console.print(*([] if i == 0 else [""]), _fitting(console, part), sep="\n")
         return
-    plain = Console(width=PIPE_WIDTH, highlight=False, no_color=True, force_terminal=False)
+    plain = Console(width=pipe_width(), highlight=False, no_color=True, force_terminal=False)
     with plain.capture() as capture:
         for part in parts:
-            plain.print(part, "")
+            plain.print(_fitting(plain, part), "")
     click.echo("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
+
+
+# -- tables that fit -------------------------------------------------------------------------------------------------
+
+# Words of at most so many characters stay whole; a longer one, such as a path or the name of an op, may be broken where
+# its parts are joined. The second is for tables that have no room with the first.
+_LONGEST_WORD = 30
+_LONGEST_PART = 20
+# No row of a table is as long as this.
+_UNBOUNDED = 100_000
+_FIGURE = re.compile(r"\d[\d,.]* \S+")
+_PART = re.compile(r"[^./_:,-]*[./_:,-]+|[^./_:,-]+")
 
 
 def _fitting(console: Console, part: RenderableType, indent: int = 0) -> RenderableType:
@@ -155,29 +184,82 @@ def _fitting(console: Console, part: RenderableType, indent: int = 0) -> Rendera
     if isinstance(part, Padding):
         inner = _fitting(console, part.renderable, indent + part.left + part.right)
         return Padding(inner, (part.top, part.right, part.bottom, part.left))
-    options, room = console.options.update_width(_UNBOUNDED), console.width - indent
-    if not isinstance(part, Table) or (whole := Measurement.get(console, options, part).maximum) <= room:
+    if not isinstance(part, Table):
         return part
-    least, most = zip(*(_column_widths(console, options, part, column) for column in part.columns), strict=True)
-    around = whole - sum(most)
-    if around + sum(least) > room:
-        names = [console.render_str(str(column.header), highlight=False) for column in part.columns]
-        return _records(names, list(zip(*(column.cells for column in part.columns), strict=True)), part.title)
-    # rich makes the widest column narrower, also below its longest word, and then cuts off the last ones.
-    for column, width in zip(part.columns, _shared(least, most, room - around), strict=True):
-        column.width, column.overflow = width, "fold"
-    return part
+    width = console.width - indent
+    if (fitted := _fitted(console, part, width)) is not None:
+        return fitted
+    names = [console.render_str(str(column.header), highlight=False) for column in part.columns]
+    rows = list(zip(*(column.cells for column in part.columns), strict=True))
+    return _records(console, names, rows, width, part.title)
 
 
-def _column_widths(console: Console, options: ConsoleOptions, table: Table, column: Column) -> tuple[int, int]:
-    """The width of a column's longest word, and that of its longest cell. A grid folds what is longer than a word."""
+def _fitted(console: Console, table: Table, width: int, *, exact: bool = False) -> Table | None:
+    """The table in so many columns, where there is room for whole words, or else for figures with their units and for
+    the parts of long words. With ``exact`` figures and words stay whole.
+    """
+    options = console.options.update_width(_UNBOUNDED)
+    whole = Measurement.get(console, options, table).maximum
+    if whole <= width:
+        return table
+    columns = [_texts(console, table, column) for column in table.columns]
+    most = [max((text.cell_len for line in texts for text in line.split()), default=0) for texts in columns]
+    room = width - (whole - sum(most))
+    # Rather than that a figure and its unit part, words are broken.
+    ways = [(_LONGEST_WORD, True), (_LONGEST_PART, True), (_LONGEST_WORD, False), (_LONGEST_PART, False)]
+    for limit, keeps_figures in ways[:1] if exact else ways:
+        pairs = zip(table.columns, columns, strict=True)
+        least = [_least_width(column, texts, limit, keeps_figures=keeps_figures) for column, texts in pairs]
+        if sum(least) <= room:
+            return _narrowed(table, columns, _shared(least, most, room))
+    return None
+
+
+def _texts(console: Console, table: Table, column: Column) -> list[Text]:
+    """The heading of a column, and its cells."""
     cells = (column.header, *column.cells) if table.show_header else tuple(column.cells)
-    sizes = [Measurement.get(console, options, cell) for cell in cells]
-    most = max((size.maximum for size in sizes), default=0)
+    return [cell if isinstance(cell, Text) else console.render_str(str(cell), highlight=False) for cell in cells]
+
+
+def _least_width(column: Column, texts: Sequence[Text], limit: int, *, keeps_figures: bool) -> int:
+    """The width that a column needs at least."""
     if column.no_wrap:
-        return most, most
-    word = max((size.minimum for size in sizes), default=0)
-    return (word if table.show_header else min(word, _LONGEST_WORD)), most
+        return max((text.cell_len for text in texts), default=0)
+    words = [word for text in texts for word in text.plain.split()]
+    parts = [part for word in words if len(word) > limit for part in _PART.findall(word)]
+    least = max([*(min(len(word), limit) for word in words), *(len(part) for part in parts if len(part) <= limit), 0])
+    if keeps_figures:
+        numeric = column.justify == "right"
+        figures = [text.cell_len for text in texts[1:] if numeric or _FIGURE.fullmatch(text.plain)]
+        return max([least, *figures])
+    return least
+
+
+def _narrowed(table: Table, columns: Sequence[Sequence[Text]], widths: Sequence[int]) -> Table:
+    """The table with columns of these widths. rich makes the widest column narrower, also below its longest word, and
+    then cuts off the last ones.
+    """
+    narrow = copy(table)
+    narrow.columns, narrow.rows = [column.copy() for column in table.columns], []
+    for column, width in zip(narrow.columns, widths, strict=True):
+        column.width, column.overflow = width, "fold"
+    cells = [texts[1:] if table.show_header else texts for texts in columns]
+    for row, texts in zip(table.rows, zip(*cells, strict=True), strict=True):
+        broken = (_broken(text, width) for text, width in zip(texts, widths, strict=True))
+        narrow.add_row(*broken, style=row.style, end_section=row.end_section)
+    return narrow
+
+
+def _broken(text: Text, width: int) -> Text:
+    """The text with longer words broken where their parts are joined."""
+    at: list[int] = []
+    for word in re.finditer(r"\S+", text.plain):
+        start = word.start()
+        for part in _PART.finditer(text.plain, *word.span()) if word.end() - start > width else ():
+            if part.end() - start > width and part.start() > start:
+                start = part.start()
+                at.append(start)
+    return Text("\n").join(text.divide(at)) if at else text
 
 
 def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
@@ -190,7 +272,11 @@ def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
 
 
 def _records(
-    names: Sequence[RenderableType], rows: Sequence[Sequence[RenderableType]], title: TextType | None = None
+    console: Console,
+    names: Sequence[RenderableType],
+    rows: Sequence[Sequence[RenderableType]],
+    width: int,
+    title: TextType | None = None,
 ) -> Table:
     """Rows as lists of names and values, with an empty line between them."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
@@ -203,7 +289,7 @@ def _records(
             if value not in ("", Text("")):
                 # A mark, such as that of the row that is taken, has no name.
                 table.add_row(*((name, value) if name not in ("", Text("")) else (value, "")))
-    return table
+    return _fitted(console, table, width) or table
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str] = ()) -> None:
@@ -213,47 +299,28 @@ def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], dro
     that is not enough, rows are lists of names and values.
     """
     console = Console(highlight=False)
-    left_out = _too_wide(rows, columns, drop, console.width) if console.is_terminal else ()
-    if left_out is None:
-        _print(console, _records(columns, [[_cell(row[column]) for column in columns] for row in rows]))
+    if not console.is_terminal:
+        _print(console, _table_of(rows, columns, Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))))
         return
-    columns = [column for column in columns if column not in left_out]
-    table = Table() if console.is_terminal else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for dropped in range(len(drop) + 1):
+        left_out = drop[:dropped]
+        table = _table_of(rows, [column for column in columns if column not in left_out], Table())
+        if (fitted := _fitted(console, table, console.width, exact=dropped < len(drop))) is not None:
+            console.print(fitted)
+            if left_out:
+                print_text(f"not shown: {', '.join(left_out)}; a wider window or --json has them")
+            return
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
+    console.print(_records(console, columns, cells, console.width))
+
+
+def _table_of(rows: Sequence[Mapping[str, object]], columns: Sequence[str], table: Table) -> Table:
     for column in columns:
         numeric = any(isinstance(row[column], int) for row in rows)
-        # Columns of single words keep their room, and sentences share the rest.
-        whole = all(len(str(row[column])) <= _longest_word(rows, column) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
-    _print(console, table)
-    if left_out:
-        click.echo(f"not shown: {', '.join(left_out)}; a wider window or --json has them")
-
-
-# A word that is longer, such as a path, is folded rather than that a column goes.
-_LONGEST_WORD = 30
-
-
-def _too_wide(
-    rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str], width: int
-) -> list[str] | None:
-    """The columns that must go so that the others have room for whole words; each has two blanks and a line. None where
-    all that may go is not enough.
-    """
-    left_out: list[str] = []
-    need = 1 + sum(3 + _longest_word(rows, column) for column in columns)
-    for column in drop:
-        if need <= width:
-            break
-        left_out.append(column)
-        need -= 3 + _longest_word(rows, column)
-    return left_out if need <= width else None
-
-
-def _longest_word(rows: Sequence[Mapping[str, object]], column: str) -> int:
-    words = [word for row in rows for word in str(row[column]).split()]
-    return max(min(len(word), _LONGEST_WORD) for word in [column, *words])
+    return table
 
 
 def print_facts(facts: Mapping[str, object]) -> None:

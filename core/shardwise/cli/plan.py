@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardwise.cli.modules import load_function
-from shardwise.cli.output import json_option, print_json, print_parts, print_rows, refuse_no_folder
+from shardwise.cli.output import json_option, print_json, print_parts, print_rows, print_text, refuse_no_folder
 from shardwise.cli.program_errors import OF_MESH, check_takes, program_errors
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape, words_per_mesh_dim
 from shardwise.program.amounts import milliseconds, parse_size, size_text
@@ -139,7 +139,7 @@ def step(  # noqa: PLR0913  # the options of the command
         print_json(content)
     else:
         print_parts([*([] if shapes is None else [_shapes_table(shapes)]), *_tables(made)])
-        click.echo(_verdict(made))
+        print_text(f"\n{_verdict(made)}")
 
 
 def _factor_names(names: str | None) -> list[str] | None:

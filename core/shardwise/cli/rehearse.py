@@ -9,7 +9,7 @@ import click
 from attrs import asdict
 from rich.table import Table
 
-from shardwise.cli.output import json_option, print_json, print_parts
+from shardwise.cli.output import json_option, print_json, print_parts, print_text
 from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.program.amounts import size_text
@@ -69,7 +69,7 @@ def rehearse(
         if plan is not None:
             unplanned = _unplanned(plan.file, rehearsal)
             head = "Not as planned:" if unplanned else "These are the collectives of the plan."
-            click.echo("\n".join([head, *(f"  {line}" for line in unplanned)]))
+            print_text("\n".join([head, *(f"  {line}" for line in unplanned)]))
 
 
 def _unplanned(file: PlanFile, rehearsal: Rehearsal) -> list[str]:

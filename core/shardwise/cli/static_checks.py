@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.findings import FAILED, NOTE, OK, WARNING, Finding
 from shardwise.cli.subject import PluginToCheck
 from shardwise.discovery.entry_points import GROUP
 from shardwise.kernel.first_party import CORE, PROJECT, core_version, is_first_party
@@ -18,7 +19,14 @@ from shardwise.kernel.plurals import counted
 from shardwise.settings import normalised
 from shardwise.testing.light import Imported
 
-__all__ = ["check_entries", "check_imports", "check_packages", "check_requires", "check_surface"]
+__all__ = [
+    "check_conventions",
+    "check_entries",
+    "check_imports",
+    "check_packages",
+    "check_requires",
+    "check_surface",
+]
 
 # What a plugin may import: the public package, what rules are written with, what the rare hooks return.
 SURFACE = frozenset(
@@ -96,6 +104,34 @@ def check_packages(subject: PluginToCheck) -> Iterator[Finding]:
     for package in subject.absent:
         found = f"pyproject.toml has {package} for the wheel, and there is no such folder"
         yield Finding("packages", FAILED, found, "Correct packages in [tool.hatch.build.targets.wheel].")
+
+
+def check_conventions(subject: PluginToCheck) -> Iterator[Finding]:
+    """Note what others expect of a plugin and shardwise itself does not need: the keyword, and that it is typed."""
+    if subject.kind == "file" or is_first_party(subject.name):
+        return
+    if subject.keywords is not None and PROJECT not in {word.lower() for word in subject.keywords}:
+        found = f"the distribution has not the keyword {PROJECT}: a search of a package index does not find it"
+        yield Finding("keyword", NOTE, found, f'Add keywords = ["{PROJECT}", ...] to [project].')
+    modules = [entry.module for entry in subject.entries if entry.group == GROUP]
+    for package in sorted({module.partition(".")[0] for module in modules}):
+        folders = [folder for module in modules for folder in _folders(package, module, subject.roots)]
+        if folders and not any((folder / "py.typed").is_file() for folder in folders):
+            found = f"the package {package} has no py.typed: type checkers do not look at its annotations"
+            yield Finding("typed", NOTE, found, f"Add an empty file py.typed to {package}.")
+
+
+def _folders(package: str, module: str, roots: Sequence[Path]) -> Iterator[Path]:
+    """The folders of the packages that a module lies in, where they are; none for a module by itself."""
+    places = [*roots] if roots else [Path(entry or ".") for entry in sys.path]
+    parts = module.split(".")
+    if parts[0] != package:
+        return
+    for place in places:
+        if (place / package).is_dir():
+            folders = (place.joinpath(*parts[:n]) for n in range(1, len(parts) + 1))
+            yield from (folder for folder in folders if folder.is_dir())
+            return
 
 
 def check_imports(subject: PluginToCheck, imported: dict[str, Imported]) -> Iterator[Finding]:

@@ -35,7 +35,8 @@ class PluginToCheck:
     ``entries`` are its entry points in shardwise's groups of any major version, and in groups that are slips of these.
     ``requires`` are its requirements (None: they cannot be read), ``roots`` the folders that its modules are imported
     from (none: from the environment), ``samples`` the file of its sample calls, ``declared`` the entry points of
-    modules with sample calls, ``absent`` what a checkout names for its wheel and does not have.
+    modules with sample calls, ``absent`` what a checkout names for its wheel and does not have, ``keywords`` the words
+    that an index finds it by (None: they cannot be read).
     """
 
     kind: str
@@ -47,6 +48,7 @@ class PluginToCheck:
     samples: Path | None = None
     declared: tuple[EntryPoint, ...] = ()
     absent: tuple[str, ...] = ()
+    keywords: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         # A wheel's is a scratch folder.
@@ -80,7 +82,9 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
         name = normalised(dist.metadata["Name"])
         declared = _declared(dist, entries)
         requires = tuple(dist.requires or ())
-        return PluginToCheck("wheel", name, dist.version, entries, requires, (scratch,), declared=declared)
+        return PluginToCheck(
+            "wheel", name, dist.version, entries, requires, (scratch,), declared=declared, keywords=_keywords(dist)
+        )
     if path.is_file() and path.suffix == ".py":
         return _file(path.resolve())
     if ":" in text and not path.exists():
@@ -112,7 +116,14 @@ def _installed(entries: list[EntryPoint]) -> PluginToCheck:
         tuple(dist.requires or ()),
         samples=_samples_in(editable_folder(dist)),
         declared=_declared(dist, entries),
+        keywords=_keywords(dist),
     )
+
+
+def _keywords(dist: Distribution) -> tuple[str, ...]:
+    """The words of a metadata field that has commas between them, or blanks in the metadata of old tools."""
+    text = dist.metadata["Keywords"] or ""
+    return tuple(word.strip() for word in (text.split(",") if "," in text else text.split()))
 
 
 def _declared(dist: Distribution, entries: Iterable[EntryPoint]) -> tuple[EntryPoint, ...]:
@@ -165,6 +176,7 @@ def _checkout(folder: Path) -> PluginToCheck:
         _samples_in(folder),
         tuple(EntryPoint(name=key, value=value, group=SAMPLES_GROUP) for key, value in declared),
         tuple(package for package in _hatch_packages(content.get("tool", {})) if not (folder / package).exists()),
+        None if "keywords" in project.get("dynamic", ()) else tuple(map(str, project.get("keywords", ()))),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from attrs import asdict
 
-from shardwise.cli.output import json_option, print_json, print_rows, refuse_no_folder
+from shardwise.cli.output import json_option, print_json, print_rows, print_text, refuse_no_folder
 from shardwise.cli.timeline_svg import svg_of
 from shardwise.program.amounts import milliseconds, size_text
 from shardwise.tools.trace_file import WaitedFor, exposures, read_trace
@@ -28,6 +28,8 @@ _COLUMNS = (
     "why",
     "line",
 )
+# The first ones go first where a terminal is narrow.
+_MAY_GO = ("predicted", "share", "measured", "phase", "module")
 
 
 @click.command()
@@ -55,13 +57,13 @@ def timeline(*, file: Path, most: int, svg: Path | None, as_json: bool) -> None:
         return
     waited = sum(row.exposed for row in rows)
     times = sum(row.times for row in rows)
-    click.echo(f"{times:,} collectives; the program waited {milliseconds(waited)} for them.")
+    print_text(f"{times:,} collectives; the program waited {milliseconds(waited)} for them.")
     if rows:
         click.echo()
-        print_rows([_cells(row, waited) for row in rows[:most]], _COLUMNS)
+        print_rows([_cells(row, waited) for row in rows[:most]], _COLUMNS, drop=_MAY_GO)
     if len(rows) > most:
         rest = sum(row.exposed for row in rows[most:])
-        click.echo(f"\n{len(rows) - most} more sites with {milliseconds(rest)}: --most {len(rows)} lists them.")
+        print_text(f"\n{len(rows) - most} more sites with {milliseconds(rest)}: --most {len(rows)} lists them.")
 
 
 def _cells(row: WaitedFor, waited: float) -> dict[str, Any]:

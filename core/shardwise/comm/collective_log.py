@@ -17,7 +17,17 @@ from attrs import frozen
 
 from shardwise.comm.call_sites import Site, in_line, site_of
 
-__all__ = ["KEPT", "Call", "CollectiveLog", "call_code", "compare_with", "comparing", "in_words", "kind_of"]
+__all__ = [
+    "KEPT",
+    "Call",
+    "CollectiveLog",
+    "call_code",
+    "compare_with",
+    "comparing",
+    "in_words",
+    "kind_of",
+    "subject_code",
+]
 
 KEPT = 1024
 """Calls that are kept of a process group."""
@@ -27,8 +37,10 @@ _MASK = _ROOM - 1
 _TOGETHER = 64  # calls for which a digest is rolled at a time
 _AGAIN = _TOGETHER - 1  # and one of so many calls looks for its line again
 _MOST = 4096  # calls that are told apart by the one before them
+_MOST_SUBJECTS = 1 << 16  # texts of tensors that are kept
 
 _kinds: dict[int, tuple[str, tuple[int, ...]]] = {}
+_subjects: dict[int, str] = {}
 
 
 def call_code(kind: str, mesh_dims: Sequence[int]) -> int:
@@ -36,6 +48,15 @@ def call_code(kind: str, mesh_dims: Sequence[int]) -> int:
     dims = tuple(mesh_dims)
     code = crc32(f"{kind} {dims}".encode())
     _kinds[code] = kind, dims
+    return code
+
+
+def subject_code(key: str, text: str) -> int:
+    """A number that stands for what a collective is issued for, the same on every rank that has the same ``key``."""
+    code = crc32(key.encode()) or 1
+    if len(_subjects) >= _MOST_SUBJECTS:
+        _subjects.clear()
+    _subjects[code] = text
     return code
 
 
@@ -67,19 +88,28 @@ class _Entry:
     """A kind of call and where it was made; all such calls of a log are one entry.
 
     ``code`` is inverted for a call whose bytes depend on the rank. ``next`` is the entry that followed the last time.
+    ``subject`` stands for the tensor that the call is for, 0 where that is not said. An entry with the code 0 is no
+    call: the call that follows it has its subject.
     """
 
-    __slots__ = ("code", "nbytes", "next", "site")
+    __slots__ = ("code", "nbytes", "next", "site", "subject")
 
-    def __init__(self, code: int, nbytes: int, site: Site | None) -> None:
+    def __init__(self, code: int, nbytes: int, site: Site | None, subject: int = 0) -> None:
         self.code = code
         self.nbytes = nbytes
         self.site = site
-        self.next = self
+        self.subject = subject
+        # A call is often followed by one like it, which is for another tensor where that is said.
+        self.next = self if not subject else _NO_CALL
 
     def rolled(self, digest: int) -> int:
         """The digest after this call. A hash of numbers is the same in every process."""
+        if self.subject:
+            digest = hash((digest, self.subject))
         return hash((digest, self.code)) if self.code < 0 else hash((digest, self.code, self.nbytes))
+
+
+_NO_CALL = _Entry(0, 0, None)
 
 
 class CollectiveLog:
@@ -99,6 +129,7 @@ class CollectiveLog:
         "_entries",
         "_group",
         "_rolled",
+        "_subjects",
         "count",
         "holds_work",
         "name",
@@ -112,6 +143,7 @@ class CollectiveLog:
         self.holds_work = holds_work
         # By a call and the one before it.
         self._entries: dict[tuple[int, ...], _Entry] = {}
+        self._subjects: dict[int, _Entry] = {}
         self.start_anew(0)
 
     def start_anew(self, epoch: int) -> None:
@@ -132,6 +164,18 @@ class CollectiveLog:
         self._at = self._calls[count & _MASK] = entry
         self.count = count + 1
 
+    def tell_subject(self, subject: int) -> None:
+        """The next call is for the tensor that a number stands for, of :func:`subject_code`. Several add up."""
+        at = self._at
+        if at.code == 0 and at.subject:
+            subject = hash((at.subject, subject))
+        known = self._subjects.get(subject)
+        if known is None:
+            if len(self._subjects) >= _MOST:
+                self._subjects.clear()
+            known = self._subjects[subject] = _Entry(0, 0, None, subject)
+        self._at = known
+
     def record_uneven(self, code: int, nbytes: int) -> None:
         """A call is issued now whose bytes depend on the rank."""
         count, code = self.count, ~code
@@ -149,14 +193,15 @@ class CollectiveLog:
             self._rolled[(count & _MASK) // _TOGETHER] = digest
         # A frame takes a microsecond to look at. A call that follows the same call as before is taken to be at the same
         # line; now and then it is looked at again.
-        context = (last.code, last.nbytes, code, nbytes) if code >= 0 else (last.code, code)
+        subject = 0 if last.code else last.subject
+        context = (last.code, last.nbytes, subject, code, nbytes) if code >= 0 else (last.code, subject, code)
         entry = self._entries.get(context)
         looks = entry is None or not count & _AGAIN
         site = site_of(inspect.currentframe()) if looks or entry is None else entry.site
         if entry is None or entry.site != site or entry.nbytes != nbytes:
             if len(self._entries) >= _MOST:
                 self._entries.clear()
-            entry = self._entries[context] = _Entry(code, nbytes, site)
+            entry = self._entries[context] = _Entry(code, nbytes, site, subject)
         last.next = entry
         return entry
 
@@ -203,7 +248,8 @@ class CollectiveLog:
             return None
         entry = self._calls[(number - 1) & _MASK]
         code = ~entry.code if entry.code < 0 else entry.code
-        return Call(number, f"{in_words(code, entry.nbytes)}, {in_line(entry.site)}", digest)
+        subject = f", for {_subjects.get(entry.subject, 'several tensors')}" if entry.subject else ""
+        return Call(number, f"{in_words(code, entry.nbytes)}, {in_line(entry.site)}{subject}", digest)
 
     def calls(self) -> list[Call]:
         """All calls that are kept, in order."""

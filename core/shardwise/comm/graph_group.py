@@ -7,7 +7,6 @@ Waiting, staging and buffers are then up to the compiler's backend.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.collectives import Collectives
-from shardwise.errors import UnseenGraphWarning
+from shardwise.errors import UnseenGraphWarning, warn_user
 from shardwise.kernel.reductions import REAL, add_up, as_sendable, average, is_native, reduce_stacked, scaled_down
 from shardwise.private_torch.distributed import (
     calls_go_unseen,
@@ -134,12 +133,11 @@ class GraphGroup(Collectives):
 
 @cache
 def _warn_once() -> None:
-    warnings.warn(
+    warn_user(
         "torch._inductor.config.cpp_wrapper is on: graphs that are compiled with it call collectives where shardwise "
         "does not see them. They are not recorded, not compared over the ranks, and not in a timeline. Compile without "
         "it to have them checked.",
         UnseenGraphWarning,
-        stacklevel=2,
     )
 
 

@@ -34,10 +34,11 @@ def _forget() -> None:
 _agreed = PerWorld(_layouts, _forget)
 
 
-def agree_on_layout(spec: TensorSpec, function: str) -> None:
+def agree_on_layout(spec: TensorSpec, function: str, shape: str = "") -> None:
     """Compare over a mesh's ranks the layout of a tensor that they make together by a function, once per layout.
 
-    Raises :class:`RankDisagreementError` on every rank if they differ.
+    ``shape`` is the function's argument for the global shape, if it was not passed. Raises
+    :class:`RankDisagreementError` on every rank if they differ.
     """
     mesh = spec.mesh
     if not isinstance(mesh, DeviceMesh) or spec in _agreed.now() or is_rehearsing():
@@ -53,8 +54,10 @@ def agree_on_layout(spec: TensorSpec, function: str) -> None:
         raise RankDisagreementError(
             asked=f"make a MeshTensor by {function}",
             found=f"the ranks of the mesh do not agree: {'; '.join(different)}",
-            do="Pass the global shape= where the parts of the ranks differ in size, and the same placements and "
-            "dtype on every rank.",
+            do=f"Pass the global {shape}= where the parts of the ranks differ in size, and the same placements and "
+            "dtype on every rank."
+            if shape
+            else "Pass the same global shape, placements and dtype on every rank.",
             differences=tuple(different),
         )
     of_mesh = _of_mesh.setdefault(mesh, set())

@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -24,16 +25,18 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.call_sites import OURS, short_line, users_frame
+from shardwise.comm.collective_log import subject_code
 from shardwise.kernel.dispatcher import check_calls
 from shardwise.kernel.engine import Handler, started
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.dispatch import leave_out_of_graphs
 
-__all__ = ["ORIGIN", "Origin", "derive", "origins_of", "start", "track_origins"]
+__all__ = ["ORIGIN", "Origin", "derive", "origins_of", "start", "subject_of", "subject_of_distributed", "track_origins"]
 
 
-@frozen
+@frozen(cache_hash=True)
 class Origin:
     """Where a tensor comes from: the same ``digest`` on every rank that has this tensor, and ``text`` for people."""
 
@@ -46,7 +49,10 @@ class Origin:
 
 ORIGIN = "_shardwise_origin"
 """The attribute of a tensor that has its origin: torch swaps no tensors with weak references. It is not saved."""
-_counts: Counter[int] = Counter()  # of the tensors that were distributed, by the hash of their mesh
+_DISTRIBUTED = "distributed tensor"
+_numbers: Counter[int] = Counter()
+# Of the tensors that were distributed, by the hash of their mesh. One rank may have rehearsed a program before.
+_counts = PerWorld(_numbers, _numbers.clear)
 
 # Numbers that may differ between ranks in the last bit, and objects, whose text has an address, do not count.
 _COUNT = (int, str, torch.dtype, type(None))
@@ -54,9 +60,33 @@ _COUNT = (int, str, torch.dtype, type(None))
 
 def start(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """A tensor was distributed over a mesh by a call that all its ranks make. Cheap, so it is noted always."""
-    _counts[hash(mesh)] += 1
-    number = _counts[hash(mesh)]
-    tensor.__dict__[ORIGIN] = Origin(_digest("distributed", number), f"distributed tensor {number}")
+    counts = _counts.now()
+    counts[hash(mesh)] += 1
+    number = counts[hash(mesh)]
+    tensor.__dict__[ORIGIN] = Origin(_digest("distributed", number), f"{_DISTRIBUTED} {number}")
+
+
+def subject_of(leaf: torch.Tensor, name: str) -> int:
+    """A number for the gradient of a leaf, the same on every rank; 0 where nothing tells the leaf from others. Tensors
+    that were distributed are counted; a ``name`` counts where nothing was sent for it.
+    """
+    origin = _origin(leaf)
+    if origin is not None and origin.text.startswith(_DISTRIBUTED):
+        return subject_code(origin.digest, f"the gradient of {repr(name) if name else origin.text}")
+    return subject_code(name, f"the gradient of {name!r}") if name else 0
+
+
+def subject_of_distributed(tensor: torch.Tensor, name: str) -> int:
+    """The same for a tensor itself, where it is one that was distributed and not the result of an op."""
+    origin = _origin(tensor)
+    return 0 if origin is None else _own_subject(origin, name)
+
+
+@lru_cache(maxsize=4096)
+def _own_subject(origin: Origin, name: str) -> int:
+    if not origin.text.startswith(_DISTRIBUTED):
+        return 0
+    return subject_code(f"itself {origin.digest}", repr(name) if name else origin.text)
 
 
 def derive(asked: str, source: torch.Tensor, result: torch.Tensor) -> None:

@@ -138,6 +138,7 @@ def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
     return StepRunner(
         lambda local: run(local.permute(order)).permute(inverse),
         None if begin is None else lambda local: begin(local.permute(order)).then(lambda t: t.permute(inverse)),
+        whole.groups,
     )
 
 
@@ -150,6 +151,7 @@ def _in_factors(runner: StepRunner, leg: Leg) -> StepRunner:
     return StepRunner(
         lambda local: run(local.reshape(shape)),
         None if begin is None else lambda local: begin(local.reshape(shape)),
+        runner.groups,
     )
 
 
@@ -178,7 +180,7 @@ def _chain(runners: Sequence[StepRunner]) -> StepRunner:
             result.then(step.run)
         return result
 
-    return StepRunner(run, start)
+    return StepRunner(run, start, tuple(dict.fromkeys(group for step in runners for group in step.groups)))
 
 
 # Per world, because they hold process groups. Bounded: a redistribution that was not used lately is prepared again.

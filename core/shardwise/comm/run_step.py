@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.collectives import Collectives
+from shardwise.comm.group import Group
 from shardwise.comm.groups import group_of
 from shardwise.comm.packing import (
     Piece,
@@ -50,10 +51,17 @@ class StepRunner:
     """One step, ready to run on this rank: ``run`` returns the local tensor after it.
 
     ``start`` issues the step's collective and returns an :class:`AsyncResult`; None for a step without a collective.
+    ``groups`` are those of the collectives.
     """
 
     run: Run
     start: Start | None = None
+    groups: tuple[Group, ...] = ()
+
+    def tell_subject(self, subject: int) -> None:
+        """What runs next is for the tensor that a number stands for: see :func:`subject_code`."""
+        for group in self.groups:
+            group.log.tell_subject(subject)
 
     @classmethod
     def of(cls, kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> StepRunner:
@@ -84,7 +92,7 @@ class StepRunner:
         def start(local: Tensor) -> AsyncResult:
             return (prepare(group.in_graph, src, dst) if is_recorded(local) else start_now)(local)
 
-        return cls(run, start)
+        return cls(run, start, (group,))
 
 
 def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.groups import backend_of
 from shardwise.comm.rule_agreement import different_summaries
-from shardwise.errors import DifferentSeedsWarning, RankDisagreementError
+from shardwise.errors import DifferentSeedsWarning, RankDisagreementError, warn_user
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.rng.generator import asked_seed, mode
 
@@ -40,13 +39,12 @@ def compare_seeds(mesh: DeviceMesh, torch_seed: int) -> None:
         if len({of_rank[what] for of_rank in seeds.values()}) > 1:
             raise _refusal(mesh, what, seeds, first)
     if asked == "not called":
-        warnings.warn(
+        warn_user(
             f"torch's generators have different seeds on the ranks of the mesh {tuple(mesh.shape)}: "
             f"{_by_rank('torch', seeds)}. Tensors on a mesh are drawn from the generator of its first rank: from here "
             f"on all ranks have the state of rank {first}, and what they draw for themselves is the same too. Seed "
             "torch with the same number on all ranks, and draw a rank's own numbers with a generator= of its own.",
             DifferentSeedsWarning,
-            stacklevel=2,
         )
 
 

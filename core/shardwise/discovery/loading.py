@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from attrs import field, frozen
 
 from shardwise import hookspecs
 from shardwise.discovery.entry_points import InstalledPlugin, discover
-from shardwise.errors import PluginLoadError, RuleError, ShardingError
+from shardwise.errors import PluginLoadError, RuleError, ShardingError, warn_user
 from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.known_rules import known_names
 from shardwise.kernel.plan import Plan
@@ -200,11 +199,11 @@ def _failed(plugin: InstalledPlugin, error: BaseException, registry: Registry, *
     if plugin.first_party or strict:
         raise _fatal(plugin, cause) from error
     registry.reject(Failure(plugin.origin, cause, trace))
-    warnings.warn(
+    warn_user(
         f"shardwise left out the plugin {plugin.origin}: {cause.rstrip('.')}. Disable it with {_disable(plugin)}; "
         f"`shardwise plugins show {plugin.origin.plugin}` has the traceback.",
         RuntimeWarning,
-        stacklevel=2,
+        at=error,
     )
     return Status(plugin, "failed", cause, traceback=trace)
 

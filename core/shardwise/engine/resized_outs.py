@@ -6,14 +6,13 @@ elements is not resized: other tensors may share its memory. A plain one is, wit
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.engine.make_plan import DescribedCall, make_plan
-from shardwise.errors import InPlaceError, ShardingError
+from shardwise.errors import InPlaceError, ShardingError, warn_user
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.local_strides import in_order
 from shardwise.kernel.placements import REPLICATE, Partial
@@ -75,11 +74,10 @@ def resize_outs(
             reseat(out, in_order(local, whole), spec)
             continue
         if out.numel():
-            warnings.warn(
+            warn_user(
                 f"{name!r} has shape {list(out.shape)} and is resized to that of the result, {list(meta.shape)}. Torch "
                 "deprecates this. Pass an empty tensor, or one of that shape.",
                 UserWarning,
-                stacklevel=2,
             )
         out.resize_(meta.shape).as_strided_(meta.shape, stride)
     return True

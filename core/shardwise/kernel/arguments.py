@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from inspect import isroutine
 from os import PathLike
 from typing import Any, NoReturn
@@ -13,11 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.errors import ArgumentError
 
 __all__ = [
+    "check_arity",
+    "check_dtype",
     "check_flag",
     "check_function",
     "check_mesh",
     "check_module",
+    "check_mesh_shape",
     "check_path",
+    "check_sizes",
     "check_tensor",
     "kind_of",
     "refuse_argument",
@@ -98,3 +104,59 @@ def check_flag(asked: str, value: Any, name: str) -> None:
     """Raise :class:`ArgumentError` unless a value is True or False: the text "no" would count as True."""
     if type(value) is not bool:
         refuse_argument(asked, name, value, "Give True or False.")
+
+
+def check_dtype(asked: str, value: Any, name: str) -> None:
+    """Raise :class:`ArgumentError` unless a value is a dtype, or None for the one that there is."""
+    if value is not None and not isinstance(value, torch.dtype):
+        refuse_argument(asked, name, value, "Give a torch.dtype, such as torch.bfloat16.")
+
+
+def check_sizes(asked: str, value: Any, name: str, example: str) -> None:
+    """Raise :class:`ArgumentError` unless a value is a list or a tuple of whole numbers from 0 on."""
+    do = f"Give whole numbers from 0 on, as in {example}."
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        refuse_argument(asked, name, value, do)
+    for n in value:
+        # A size that a graph leaves open is known to be none of the others.
+        if not isinstance(n, torch.SymInt) and (not hasattr(n, "__index__") or isinstance(n, bool) or n < 0):
+            raise ArgumentError(asked=asked, found=f"its argument {name!r} has {n!r}", do=do, argument=name)
+
+
+def check_mesh_shape(asked: str, shape: Any, names: Any) -> None:
+    """Raise :class:`ArgumentError` unless these are the sizes of a mesh, and names for its dims or None."""
+    do = "Give the size of each mesh dim, from 1 on, as in (2, 4)."
+    if not isinstance(shape, Sequence) or isinstance(shape, str) or not shape:
+        refuse_argument(asked, "mesh_shape", shape, do) if shape != () else _refuse_mesh_dim(asked, "no sizes", do)
+    for size in shape:
+        if type(size) is not int or size < 1:
+            _refuse_mesh_dim(asked, f"the size {size!r}", do)
+    if names is None:
+        return
+    do = f"Give {len(shape)} different names, as in {('dp', 'tp', 'pp')[: len(shape)]}."
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        refuse_argument(asked, "mesh_names", names, do)
+    if [*map(type, names)] != [str] * len(shape) or len(set(names)) < len(shape):
+        found = f"its argument 'mesh_names' is {tuple(names)!r}, and the mesh has the sizes {tuple(shape)}"
+        raise ArgumentError(asked=asked, found=found, do=do, argument="mesh_names")
+
+
+def _refuse_mesh_dim(asked: str, found: str, do: str) -> NoReturn:
+    raise ArgumentError(asked=asked, found=f"its argument 'mesh_shape' has {found}", do=do, argument="mesh_shape")
+
+
+def check_arity(asked: str, function: Any, name: str, takes: Sequence[Sequence[str]]) -> None:
+    """Raise :class:`ArgumentError` for a function that can be called with none of these lists of arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin
+        return
+    for names in takes:
+        try:
+            signature.bind(*names)
+        except TypeError:
+            continue
+        return
+    ways = " or ".join(f"{name}({', '.join(names)})" for names in takes)
+    found = f"its argument {name!r} is {kind_of(function)} that takes {signature}"
+    raise ArgumentError(asked=asked, found=found, do=f"It is called as {ways}.", argument=name)

@@ -47,7 +47,7 @@ def per_mesh_dim(places: Any, mesh: Any) -> Sequence[Placement]:
                 do="Use the mesh's dim names, or a list with one placement per mesh dim.",
                 mesh_dim=unknown[0],
             )
-        return [places.get(name, REPLICATE) for name in names]
+        return [places.get(name, REPLICATE) for name in names] if places else [REPLICATE] * mesh.ndim
     if isinstance(places, (str, type)) or not isinstance(places, Iterable):
         raise PlacementError(
             asked=f"place a tensor by {places!r}",

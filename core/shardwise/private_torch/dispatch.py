@@ -30,6 +30,7 @@ __all__ = [
     "hide_items",
     "is_batched",
     "is_zero_tensor",
+    "leaf_of_hook",
     "leaf_to_accumulate",
     "leave_out_of_graphs",
     "memory_of",
@@ -287,6 +288,11 @@ def name_of_running_node() -> str:
     """In a backward pass: the name of the running node, such as ``MmBackward0``; else nothing."""
     node = _current_node()
     return "" if node is None else str(node.name())
+
+
+def leaf_of_hook() -> Any:
+    """In a hook of a leaf: that leaf; else None."""
+    return getattr(_current_node(), "variable", None)
 
 
 def leaf_to_accumulate() -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from shardwise.errors import PlanFitError, PlanFitWarning
+from shardwise.errors import PlanFitError, PlanFitWarning, warn_user
 from shardwise.kernel.placements import Placement, parse_placement
 from shardwise.program.plan_file import Line, PlanFile
 from shardwise.program.plan_lines import place_of_line
@@ -49,7 +48,7 @@ def hold_lines(
             )
             if not loose:
                 raise error
-            warnings.warn(str(error), PlanFitWarning, stacklevel=2)
+            warn_user(str(error), PlanFitWarning)
     start.cost = problem.cost(start)
 
 

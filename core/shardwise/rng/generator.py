@@ -72,11 +72,18 @@ def manual_seed(seed: int) -> None:
     seeds raise :class:`RankDisagreementError`.
     """
     given: Any = seed
-    if isinstance(given, torch.Tensor) or not hasattr(given, "__index__"):
+    if isinstance(given, (torch.Tensor, bool)) or not hasattr(given, "__index__"):
         raise ArgumentError(
             asked="seed the generator",
             found=f"the seed is {seed!r}, and not a whole number",
             do="Give a whole number, the same on every rank.",
+            argument="seed",
+        )
+    if not -(1 << 63) <= given.__index__() < 1 << 64:
+        raise ArgumentError(
+            asked="seed the generator",
+            found=f"the seed is {seed}, which torch does not take: it has more than 64 bits",
+            do="Give a whole number below 2**64, the same on every rank.",
             argument="seed",
         )
     torch.manual_seed(seed)

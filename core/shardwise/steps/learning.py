@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -20,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.comm.groups import backend_of
 from shardwise.comm.link_agreement import from_first
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.errors import MemoryPlanError, NoPlanError, PlanError
+from shardwise.errors import MemoryPlanError, NoPlanError, PlanError, warn_user
 from shardwise.kernel.arguments import check_flag
 from shardwise.kernel.mesh import own_coordinate
 from shardwise.kernel.plurals import counted
@@ -215,7 +214,7 @@ class Learning:
                 limit = MemoryLimit.after(optimizer, device, self.memory, is_first=self._is_first_step)
                 learned = _decided_by_all(graph, limit)
             except (NoPlanError, MemoryPlanError) as error:
-                warnings.warn(f"{error} The program goes on as before.", stacklevel=2)
+                warn_user(f"{error} The program goes on as before.", UserWarning)
                 return
             if self.learned is not None:
                 before = self.learned.decisions

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.policy import no_policies
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.errors import PlanError
+from shardwise.errors import ArgumentError, PlanError
+from shardwise.kernel.arguments import check_flag, refuse_argument
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.plurals import counted
 from shardwise.planning.cost import are_chosen, links_of, links_of_wires, use_links
@@ -43,7 +44,7 @@ from shardwise.steps.solving import Solved
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_of
 from shardwise.tools.program import PHASES
-from shardwise.tools.rehearse import RankWatch, Rehearsal, fake_ranks, follow, refuse_in_a_group
+from shardwise.tools.rehearse import RankWatch, Rehearsal, check_program, fake_ranks, follow, refuse_in_a_group
 
 __all__ = ["Difference", "PLAN_PHASES", "Planned", "Use", "communication_of", "plan", "uses_of"]
 
@@ -157,12 +158,15 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     of other names, :class:`PlanFitError` for a line to keep that fits nothing, and :class:`MeshMismatchError` where
     this process has a process group already.
     """
-    if not {*fixed} <= {"parameters"}:
+    given: Any = fixed
+    if not isinstance(given, (tuple, list, set, frozenset)) or not {*given} <= {"parameters"}:
         raise PlanError(
-            asked=f"plan a step with fixed={tuple(fixed)!r}",
+            asked=f"plan a step with fixed={given!r}",
             found="inputs and buffers always stay where the program places them, and parameters may",
             do='Give fixed=("parameters",) or fixed=().',
         )
+    check_program("plan a step", program, mesh_shape, mesh_names, device, tell)
+    _check_options(memory=memory, recipes=recipes, keep=keep, loose=loose, prove=prove, wires=wires, name=name)
     refuse_in_a_group("plan a step")
     say = tell or (lambda _phase, _ops: None)
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
@@ -176,6 +180,40 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
                 return _planned(program, mesh, name or _name_of(program), wires, request, say)
     finally:
         use_decisions(*before)
+
+
+def _check_options(**options: Any) -> None:
+    """Raise :class:`ArgumentError` for an option of :func:`plan` that is of another kind."""
+    asked, memory, recipes, keep = "plan a step", options["memory"], options["recipes"], options["keep"]
+    if memory is not None and (type(memory) is not int or memory < 1):
+        raise ArgumentError(
+            asked=asked,
+            found=f"its argument 'memory' is {memory!r}",
+            do="Give a number of bytes above 0, such as 64 * 2**30, or leave it out.",
+            argument="memory",
+        )
+    do = "Give plan files that are read: shardwise.program.plan_file.parse(Path(name).read_text(), name)."
+    if keep is not None and not isinstance(keep, PlanFile):
+        refuse_argument(asked, "keep", keep, do)
+    if recipes is not None and not isinstance(recipes, Mapping):
+        refuse_argument(asked, "recipes", recipes, f"Give a dict of names to plan files. {do}")
+    for name, recipe in (recipes or {}).items():
+        if not isinstance(recipe, PlanFile):
+            refuse_argument(asked, f"recipes[{name!r}]", recipe, do)
+    check_flag(asked, options["loose"], "loose")
+    check_flag(asked, options["prove"], "prove")
+    if options["loose"] and keep is None:
+        raise PlanError(
+            asked="plan a step with loose=True",
+            found="there is no plan to keep whose lines could fit nothing",
+            do="Give keep= too, or leave loose out.",
+        )
+    wires = options["wires"]
+    if wires is not None and not (isinstance(wires, (tuple, list)) and all(isinstance(w, str) for w in wires)):
+        do = 'Give the connection of each mesh dim, as in ("infiniband", "nvlink").'
+        refuse_argument(asked, "wires", wires, do)
+    if not isinstance(options["name"], str):
+        refuse_argument(asked, "name", options["name"], "Give text: what the file calls the program.")
 
 
 @contextmanager

@@ -26,12 +26,13 @@ from shardwise.engine.judging import judge_move
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
-from shardwise.kernel.arguments import check_mesh, check_tensor
+from shardwise.kernel.arguments import check_flag, check_mesh, check_sizes, check_tensor
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.kept_moves import leave_out
 from shardwise.kernel.local_strides import alias, in_order, other_layout
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.places import Places, per_mesh_dim
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.recording import recording
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
@@ -41,6 +42,7 @@ from shardwise.private_torch.dispatch import base_of, memory_of, with_memory
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.modes import recording_mode
 from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced
+from shardwise.tensor.names import name_of
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
@@ -100,10 +102,12 @@ def redistribute(
     grad_placements: Sequence[Placement] | None = None,
     async_op: bool = False,
     grad_dtype: torch.dtype | None = None,
+    subject: int = 0,
 ) -> Any:
     """``tensor`` under other placements; differentiable. See :meth:`MeshTensor.redistribute`.
 
-    Returns the tensor itself if its placements do not change and nothing is said of its gradient.
+    Returns the tensor itself if its placements do not change and nothing is said of its gradient. ``subject`` stands
+    for the leaf whose gradient it is, in what the ranks compare.
     """
     if recording_mode() is not None:
         _refuse_in_a_graph(tensor, "redistribute {}")
@@ -112,6 +116,10 @@ def redistribute(
         if recording.recorder is not None:
             recording.recorder.redistributed(tensor, tensor)
         return tensor
+    if steps is not None and steps.groups and (subject or origins.ORIGIN in tensor.__dict__):
+        subject = subject or origins.subject_of_distributed(tensor, name_of(tensor))
+        if subject and not is_recorded(tensor._local_tensor):
+            steps.tell_subject(subject)
     if torch.is_grad_enabled() and _requires_grad(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
         how = target, steps, layout, async_op, grad_dtype
@@ -121,9 +129,9 @@ def redistribute(
     return _run(tensor, target, steps, async_op)
 
 
-def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
+def reduce_later(grad: Any, placements: Sequence[Placement], subject: int = 0) -> Any:
     """The same as :func:`redistribute`, for a gradient: its collective runs during backward, until its first use."""
-    reduced = redistribute(grad, placements, async_op=True)
+    reduced = redistribute(grad, placements, async_op=True, subject=subject)
     source = source_of(reduced)
     if isinstance(source, AsyncResult):
         _backward.add(source)
@@ -281,6 +289,13 @@ def from_local(
     check_tensor(asked, local, "local_tensor")
     check_mesh(asked, mesh)
     refuse_dtensor(local, asked)
+    if isinstance(local, tensor_class()):
+        raise LayoutError(
+            asked=asked,
+            found=f"it is a MeshTensor {tuple(local.shape)} {show_all(local._spec.placements)} already",
+            do="Use it as it is, redistribute it, or give its part: to_local().",
+        )
+    check_flag(asked, run_check, "run_check")
     check_device(local, mesh)
     layout = (REPLICATE,) * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = _spec_of_local(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
@@ -288,7 +303,7 @@ def from_local(
     if run_check:  # compares the layout too, also where this rank knows it and another does not
         check_agreement(local, spec)
     elif not is_traced(local):
-        agree_on_layout(spec, "from_local")
+        agree_on_layout(spec, "from_local", "shape" if shape is None else "")
     return _FromLocal.apply(local, spec, _checked_grad_layout(grad_placements, spec))  # type: ignore[no-untyped-call]
 
 
@@ -340,7 +355,7 @@ def leave(
     spec = _spec_of_local(part, mesh, check_placements(placements, mesh.ndim, part.ndim), shape, None)
     meet(mesh)
     if not is_traced(part):
-        agree_on_layout(spec, "local")
+        agree_on_layout(spec, "local", "shapes" if shape is None else "")
     if factor != 1:
         part = _Times.apply(part, 1 / factor)  # type: ignore[no-untyped-call]
     layouts = (check_placements(layout, mesh.ndim, part.ndim) for layout in (grad, again))
@@ -389,6 +404,10 @@ def _spec_of_local(
     stride: Sequence[int] | None,
 ) -> TensorSpec:
     if shape is not None:
+        _check_numbers(local, "shape", shape, tuple(local.shape))
+    if stride is not None:
+        _check_numbers(local, "stride", stride, local.stride())
+    if shape is not None:
         sizes, strides = list(shape), list(TensorMeta.contiguous(shape, local.dtype).stride)
     else:
         # The global sizes and strides if every rank's part has the shape of this local tensor.
@@ -403,14 +422,52 @@ def _spec_of_local(
         meta = unexpanded(meta)
     spec = TensorSpec(mesh, placements, meta)
     if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape():
+        found, do = _misfit(tuple(local.shape), spec, is_given=shape is not None)
         raise LayoutError(
             asked=f"take a local tensor of shape {tuple(local.shape)} as this rank's part of {spec}",
-            found=f"this rank's part has shape {spec.local_shape()}",
-            do="Pass the global shape= (uneven shards need it), or placements that fit.",
+            found=f"this rank's part has shape {spec.local_shape()}{found}",
+            do=do,
             local_shape=tuple(local.shape),
             expected=spec.local_shape(),
         )
     return spec
+
+
+def _check_numbers(local: torch.Tensor, name: str, given: Sequence[int], example: tuple[int, ...]) -> None:
+    """Raise unless these are numbers from 0 on, one for each dim of a local tensor."""
+    asked = f"take a local tensor of shape {tuple(local.shape)} as this rank's part"
+    check_sizes(asked, given, name, f"{name}={example}")
+    if len(given) != local.ndim:
+        raise LayoutError(
+            asked=asked,
+            found=f"the {name}= {tuple(given)} has {counted(len(given), 'number')}, and the part "
+            f"{counted(local.ndim, 'dim')}",
+            do=f"Give one number for each dim of the whole tensor, or leave {name}= out.",
+        )
+
+
+def _misfit(local: tuple[int, ...], spec: TensorSpec, *, is_given: bool) -> tuple[str, str]:
+    """Why a local tensor is not this rank's part, and what to do."""
+    if not is_given:
+        return "", "Pass the global shape= (uneven shards need it), or placements that fit."
+    whole = tuple(spec.shape)
+    if whole == local:
+        return (
+            ": the shape= that was passed is that of the local tensor itself, and it is to be that of the whole",
+            "Pass the shape of the whole tensor, or leave shape= out where the parts of all ranks have one shape.",
+        )
+    sharded = {shard_dim(placement) for placement in spec.placements}
+    expected = spec.local_shape()
+    for d in range(len(local)):
+        if local[d] != expected[d] and d not in sharded:
+            return (
+                f": no mesh dim shards dim {d}, and shape= says that the whole tensor has {whole[d]} there",
+                f"Correct shape=, or shard dim {d} in the placements.",
+            )
+    return (
+        f": shape= {whole} is divided as torch.chunk does it, the larger parts first",
+        "Correct shape= or the placements, or cut the parts in that way; distribute_tensor does it for a whole tensor.",
+    )
 
 
 # -- at the border of a compiled graph ---------------------------------------------------------------------------

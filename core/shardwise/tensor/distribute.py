@@ -61,7 +61,7 @@ def distribute_tensor(
             "MeshTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=placements).",
         )
     source: Any = src_data_rank
-    if source is not None and not (isinstance(source, int) and 0 <= source < min(mesh.shape)):
+    if source is not None and not (type(source) is int and 0 <= source < min(mesh.shape)):
         raise ArgumentError(
             asked="distribute a tensor",
             found=f"its argument 'src_data_rank' is {src_data_rank!r}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Number
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.kernel.arguments import check_mesh, refuse_argument
+from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, check_sizes, refuse_argument
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.places import per_mesh_dim
 from shardwise.kernel.plurals import counted
@@ -88,10 +89,15 @@ def _make(
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
     values: _Values | None = None,
+    requires_grad: bool = False,
 ) -> MeshTensor:
     """A MeshTensor of the values of ``make(size, dtype=, device=)``. Only random factories pass ``values``."""
+    asked = "make a MeshTensor"
     if not all(isinstance(n, (int, torch.SymInt)) for n in size):
-        refuse_argument("make a MeshTensor", "size", size, "Give whole numbers, as in zeros(8, 4) or zeros((8, 4)).")
+        refuse_argument(asked, "size", size, "Give whole numbers, as in zeros(8, 4) or zeros((8, 4)).")
+    check_sizes(asked, tuple(size), "size", "zeros(8, 4) or zeros((8, 4))")
+    check_dtype(asked, dtype, "dtype")
+    check_flag(asked, requires_grad, "requires_grad")
     if layout is not torch.strided:
         raise LayoutError(
             asked=f"make a MeshTensor with layout {layout}",
@@ -99,20 +105,27 @@ def _make(
             do="Use torch.strided.",
         )
     mesh = current_mesh() if device_mesh is None else device_mesh
-    check_mesh("make a MeshTensor", mesh)
+    check_mesh(asked, mesh)
     meta = TensorMeta.contiguous(size, make((0,), dtype=dtype, device="meta").dtype)
     places = [REPLICATE] * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = TensorSpec(mesh, check_placements(places, mesh.ndim, len(size)), meta)
+    if requires_grad and not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+        raise ArgumentError(
+            asked=f"{asked} of {meta.dtype}",
+            found="its argument 'requires_grad' is True, and only floating-point and complex tensors have gradients",
+            do="Give another dtype=, or leave requires_grad out.",
+            argument="requires_grad",
+        )
     meet(mesh)
     if values is not None:
         agree_on_generator(mesh)
         part = values.part(spec, meta.dtype)
         if part is not None:
-            return MeshTensor(part, spec)
+            return MeshTensor(part, spec, requires_grad)
     # Torch draws the whole tensor, so that numbers do not depend on the mesh. A partial tensor holds each value once.
     is_whole = values is not None or bool(spec.reductions)
     tensor = make(size if is_whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
-    return MeshTensor(scatter_local(tensor, spec) if is_whole else tensor, spec)
+    return MeshTensor(scatter_local(tensor, spec) if is_whole else tensor, spec, requires_grad)
 
 
 def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | None = None) -> Factory:
@@ -125,7 +138,12 @@ def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | 
         placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
         sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        return _make(make, sizes, dtype, layout, device_mesh, placements, values).requires_grad_(requires_grad)
+        if values is not None and isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+            do = f"Give a floating-point dtype, or use randint. {make.__name__} draws numbers between integers."
+            raise ArgumentError(
+                asked="make a MeshTensor of random numbers", found=f"the dtype is {dtype}", do=do, argument="dtype"
+            )
+        return _make(make, sizes, dtype, layout, device_mesh, placements, values, requires_grad)
 
     factory.__name__ = factory.__qualname__ = make.__name__
     factory.__doc__ = f"{summary} Takes the global size; replicated when no placements are given."
@@ -186,7 +204,15 @@ def _bounds_and_size(given: tuple[Any, ...]) -> tuple[int, int, Any]:
             refuse_argument("make a MeshTensor of random integers", name, value, do)
     if not isinstance(size, Sequence) or isinstance(size, str):
         refuse_argument("make a MeshTensor of random integers", "size", size, do)
-    return (bounds[0] if len(bounds) > 1 else 0), bounds[-1], size
+    least = bounds[0] if len(bounds) > 1 else 0
+    if least >= bounds[-1]:
+        raise ArgumentError(
+            asked="make a MeshTensor of random integers",
+            found=f"there is no integer from {least} on and below {bounds[-1]}",
+            do=do,
+            argument="high",
+        )
+    return least, bounds[-1], size
 
 
 @traceable
@@ -225,5 +251,8 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> MeshTensor:
     """A MeshTensor of the global ``size`` filled with one value; replicated when no placements are given."""
+    if not isinstance(fill_value, (Number, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        do = "Give a number: a tensor has no place in it. ones(...) * tensor fills one by broadcasting."
+        refuse_argument("make a MeshTensor of one value", "fill_value", fill_value, do)
     make = partial(torch.full, fill_value=fill_value)
-    return _make(make, size, dtype, layout, device_mesh, placements).requires_grad_(requires_grad)
+    return _make(make, size, dtype, layout, device_mesh, placements, requires_grad=requires_grad)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.coalescing import coalesced
+from shardwise.comm.origins import subject_of
 from shardwise.engine.judging import judge_move
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.placements import Partial, Placement
@@ -23,6 +24,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.path import Step, shortest_path
 from shardwise.private_torch.tracing import is_recorded
 from shardwise.tensor.autograd import grad_layout, grad_under, redistribute
+from shardwise.tensor.names import name_of
 
 __all__ = ["accumulate", "late", "layout_until_later", "place_late", "prepared"]
 
@@ -133,13 +135,18 @@ def place_late(among: Iterable[Any] | None = None) -> None:
     with coalesced() as batch:
         size = 0
         for leaf, target in together:
-            leaf.grad = redistribute(leaf.grad, target, async_op=True)
+            leaf.grad = _placed(leaf, target)
             size += leaf.numel() * leaf.element_size()
             if size > _MOST_TOGETHER:
                 batch.issue()
                 size = 0
     for leaf, target in others:
-        leaf.grad = redistribute(leaf.grad, target, async_op=True)
+        leaf.grad = _placed(leaf, target)
+
+
+def _placed(leaf: Any, target: tuple[Placement, ...]) -> Any:
+    """The gradient of a leaf in its layout, with the leaf for the ranks to compare."""
+    return redistribute(leaf.grad, target, async_op=True, subject=subject_of(leaf, name_of(leaf)))
 
 
 def _is_sent(step: Step) -> bool:

@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+from shardwise.comm import origins
 from shardwise.engine.judging import judge_move
 from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.recording import recording
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.dispatch import is_batched, leaf_to_accumulate
+from shardwise.private_torch.dispatch import is_batched, leaf_of_hook, leaf_to_accumulate
 from shardwise.tensor.autograd import grad_layout, on_mesh, reduce_later
 from shardwise.tensor.late_grads import late, layout_until_later, prepared
+from shardwise.tensor.names import name_of
 
 __all__ = ["HAS_GRAD_HOOK", "follow_layout", "keep_grad_layout", "keep_grad_layout_in_graph"]
 
@@ -58,12 +60,14 @@ def _hook_grad_layout(tensor: Any, *, in_graph: bool = False) -> Callable[[Tenso
     In a graph gradients do not wait: it is used outside of ``accumulate()``, too.
     """
     spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
+    subject = 0
 
     def follow(changed: TensorSpec) -> None:
         nonlocal spec
         spec = changed.with_placements(grad_layout(changed.placements))
 
     def keep_layout(grad: Any) -> Any:
+        nonlocal subject
         # The usual case is cheap, as this runs for every leaf at every step. A backward without a gradient for the leaf
         # passes None.
         if grad is None:
@@ -83,7 +87,10 @@ def _hook_grad_layout(tensor: Any, *, in_graph: bool = False) -> Callable[[Tenso
                 recorder.waits(grad, leaf, spec.placements)
             return prepared(leaf, grad, layout)
         judge_move("accumulate a gradient", "the gradient of a leaf", grad._spec, spec.placements, "gradients")
-        return reduce_later(grad, spec.placements)
+        # Two gradients of one shape look the same to the ranks, and some may come to them in another order than others.
+        if not subject and not in_graph and (leaf := leaf_of_hook()) is not None:
+            subject = origins.subject_of(leaf, name_of(leaf)) or -1
+        return reduce_later(grad, spec.placements, max(subject, 0))
 
     tensor.register_hook(keep_layout)
     return follow

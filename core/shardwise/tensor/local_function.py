@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.rank_failures import tell
 from shardwise.errors import LocalPlacementError, LocalResultError, MeshMismatchError, TracingError
+from shardwise.kernel.arguments import check_flag, check_mesh, check_sizes, refuse_argument
 from shardwise.kernel.placements import Placement, shard_dim, show_all
 from shardwise.kernel.world import PerWorld
 from shardwise.private_torch import trees as pytree
@@ -311,6 +312,17 @@ def _refuse_parts(function: str, shape: Sequence[int], layout: Sequence[Placemen
     )
 
 
+def _check_shapes(asked: str, shapes: Any) -> None:
+    """Raise :class:`ArgumentError` unless this is None, "agree", a shape, or a tuple of these."""
+    if shapes is None or shapes == "agree":
+        return
+    if isinstance(shapes, tuple) and not all(hasattr(n, "__index__") for n in shapes):
+        for shape in shapes:
+            _check_shapes(asked, shape)
+        return
+    check_sizes(asked, shapes, "shapes", 'shapes=(8, 4), shapes=((8, 4), (8,)) or shapes="agree"')
+
+
 def local(
     fn: Callable[..., Any] | None = None,
     *,
@@ -354,6 +366,14 @@ def local(
             communicates=communicates,
             check=check,
         )
+    asked = "make a local function"
+    if not callable(fn):
+        refuse_argument(asked, "fn", fn, "Pass the function that computes with this rank's parts.")
+    if mesh is not None:
+        check_mesh(asked, mesh, "mesh")
+    check_flag(asked, move, "move")
+    check_flag(asked, check, "check")
+    _check_shapes(asked, shapes)
     dims = (communicates,) if isinstance(communicates, (int, str)) else tuple(communicates)
     function = LocalFunction(fn, inputs, outputs, mesh, shapes, move, dims, check)
 

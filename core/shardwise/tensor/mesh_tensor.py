@@ -20,7 +20,7 @@ from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError, ShardingError
-from shardwise.kernel.arguments import check_mesh
+from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, refuse_argument
 from shardwise.kernel.dispatcher import dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
@@ -215,8 +215,13 @@ class MeshTensor(torch.Tensor):
                 found=f"it lies on {self._spec.mesh}",
                 do="Take full_tensor() and distribute_tensor it on the other mesh.",
             )
+        asked = "redistribute a MeshTensor"
         if placements is None:
-            return self
+            refuse_argument(asked, "placements", None, "Give one placement per mesh dim: placements=[Replicate()].")
+        if forward_dtype is not None or backward_dtype is not None or async_op is not False:
+            check_dtype(asked, forward_dtype, "forward_dtype")
+            check_dtype(asked, backward_dtype, "backward_dtype")
+            check_flag(asked, async_op, "async_op")
         tensor = self if forward_dtype is None else self.to(forward_dtype)
         redistributed: MeshTensor = autograd.redistribute(tensor, placements, grad_placements, async_op, backward_dtype)
         return redistributed

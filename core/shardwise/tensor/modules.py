@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,8 +17,23 @@ from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.replaced_parameters import new_of
-from shardwise.errors import ArgumentError, LayoutError, PlanError, PlanFitError, PlanFitWarning
-from shardwise.kernel.arguments import check_function, check_mesh, check_module, refuse_argument
+from shardwise.errors import (
+    ArgumentError,
+    LayoutError,
+    PlacementError,
+    PlanError,
+    PlanFitError,
+    PlanFitWarning,
+    warn_user,
+)
+from shardwise.kernel.arguments import (
+    check_arity,
+    check_flag,
+    check_function,
+    check_mesh,
+    check_module,
+    refuse_argument,
+)
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.places import Places
 from shardwise.private_torch.distributed import current_mesh
@@ -77,8 +92,14 @@ def distribute_module(
     check_module("distribute a module", module)
     mesh = current_mesh() if device_mesh is None else device_mesh
     check_mesh(f"distribute a {type(module).__name__}", mesh)
+    asked = f"distribute a {type(module).__name__}"
     for name, function in (("input_fn", input_fn), ("output_fn", output_fn)):
-        check_function(f"distribute a {type(module).__name__}", function, name)
+        check_function(asked, function, name)
+        values = name.replace("_fn", "s")
+        if function is not None:
+            check_arity(asked, function, name, (("module", values, "mesh"), (values, "mesh")))
+    check_flag(asked, loose, "loose")
+    _check_policy(asked, communication)
     names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
     names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
     if isinstance(partition, (str, os.PathLike)):
@@ -93,10 +114,12 @@ def distribute_module(
         )
     _check_partition(type(module).__name__, partition)
     if callable(partition):
+        check_arity(asked, partition, "partition", (("name", "module", "mesh"),))
         for name, submodule in module.named_modules():
             partition(name, submodule, mesh)
     patterns = dict(partition) if isinstance(partition, Mapping) else {}
     check_patterns(type(module).__name__, patterns, names)
+    _refuse_on_another_mesh(module, mesh)
     _replace_tensors(module, mesh, patterns, src_data_rank)
     take_whole_batches(module)
     replace_in_attributes(module)
@@ -111,6 +134,24 @@ def distribute_module(
         after = _with_module(output_fn)
         module.register_forward_hook(lambda m, _, outputs: after(m, outputs, mesh))
     return module
+
+
+def _check_policy(asked: str, given: object) -> None:
+    if not isinstance(given, (str, PolicyScope, NoneType)):
+        do = 'Give "allow", "warn" or "forbid", or what sw.communication(...) returned.'
+        refuse_argument(asked, "communication", given, do)
+
+
+def _refuse_on_another_mesh(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise :class:`PlacementError` for a module all of whose tensors lie on another mesh: nothing would be placed."""
+    tensors = [*module.parameters(), *module.buffers()]
+    others = [t.device_mesh for t in tensors if isinstance(t, MeshTensor) and t.device_mesh != mesh]
+    if tensors and len(others) == len(tensors):
+        raise PlacementError(
+            asked=f"distribute a {type(module).__name__} on {mesh}",
+            found=f"all its parameters and buffers lie on {others[0]} already, from an earlier call",
+            do="Distribute a module once. Make it anew for another mesh, or load a checkpoint of it there.",
+        )
 
 
 def _check_partition(kind: str, partition: object) -> None:
@@ -145,7 +186,7 @@ def _fits_not(asked: str, found: str, name: str, loose: bool) -> None:
     error = PlanFitError(asked=asked, found=found, do="Plan the program again, with this module in it.", name=name)
     if not loose:
         raise error
-    warnings.warn(str(error), PlanFitWarning, stacklevel=4)
+    warn_user(str(error), PlanFitWarning)
 
 
 def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,7 +77,7 @@ def placements_for(
     if chosen is not None and len(chosen) == mesh.ndim:
         return check_placements(chosen, mesh.ndim, tensor.ndim)
     pattern = _first(name, patterns)
-    if pattern is None or not patterns[pattern]:
+    if pattern is None:
         return (REPLICATE,) * mesh.ndim
     return _checked(name, pattern, tensor, mesh, patterns)
 
@@ -96,8 +96,7 @@ def check_placed(name: str, tensor: MeshTensor, mesh: DeviceMesh, patterns: Mapp
             do=do.format(name),
             pattern=pattern,
         )
-    places = patterns[pattern]
-    wanted = _checked(name, pattern, tensor, mesh, patterns) if places else (REPLICATE,) * mesh.ndim
+    wanted = _checked(name, pattern, tensor, mesh, patterns)
     if wanted != tensor.placements:
         raise PlacementError(
             asked=f"{asked} as {show_all(wanted)}",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import RuleError
+from shardwise.errors import RuleError, warn_user
 from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, op_name, signature
@@ -45,11 +44,10 @@ def warn_of_large(op: Op, samples: Iterable[Sample]) -> None:
     for i, sample in enumerate(samples):
         size = max((t.numel() for t in tensors_in(sample)), default=0)
         if size > _MANY:
-            warnings.warn(
+            warn_user(
                 f"sample {i} of {op_name(op)} has {size:,} elements, and each sample runs some hundred times. "
                 "Dims of 5 to 12 show as much.",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
 

@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.comm.events import Event, observe
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shutdown import let_go
-from shardwise.errors import CallError, MeshMismatchError
+from shardwise.errors import ArgumentError, CallError, MeshMismatchError
 from shardwise.kernel import dispatcher
+from shardwise.kernel.arguments import check_arity, check_function, check_mesh_shape, refuse_argument
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
@@ -176,6 +177,14 @@ def rehearse(
     where this process has a process group already.
     """
     refuse_in_a_group("rehearse a program")
+    check_program("rehearse a program", program, mesh_shape, mesh_names, device, tell)
+    if type(rank) is not int or not 0 <= rank < math.prod(mesh_shape):
+        raise ArgumentError(
+            asked="rehearse a program",
+            found=f"its argument 'rank' is {rank!r}",
+            do=f"Give a rank of the mesh, from 0 to {math.prod(mesh_shape) - 1}.",
+            argument="rank",
+        )
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
     before = in_force.now
     if plan is not None:
@@ -201,6 +210,19 @@ def _rehearsed(
         mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(names))
         with fake_tensors(), as_on(device), watch.installed():
             return follow(program, mesh, watch)
+
+
+def check_program(asked: str, program: Any, mesh_shape: Any, mesh_names: Any, device: Any, tell: Any) -> None:
+    """Raise :class:`ArgumentError` unless this is a function of a mesh, and a mesh that there may be."""
+    if not callable(program):
+        refuse_argument(asked, "program", program, "Pass a function of the mesh that runs a step or returns one.")
+    check_arity(asked, program, "program", (("mesh",),))
+    check_mesh_shape(asked, mesh_shape, mesh_names)
+    check_function(asked, tell, "tell")
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(
+            asked=asked, found=f"its argument 'device' is {device!r}", do='Give "cpu" or "cuda".', argument="device"
+        )
 
 
 def refuse_in_a_group(asked: str) -> None:

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from shardwise.comm.events import Event, observe
 from shardwise.errors import CallError, TimelineFileError
+from shardwise.kernel.arguments import check_path
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plurals import counted
 from shardwise.planning.cost import links_of, step_costs
@@ -46,6 +47,7 @@ def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) 
     :class:`TimelineFileError` before the block if there is no such folder, and :class:`CallError` for other ranks than
     numbers or ``"all"``.
     """
+    check_path("write a timeline", path, "path")
     file = Path(path)
     if not file.parent.is_dir():
         raise TimelineFileError(
