@@ -176,6 +176,9 @@ def test_what_is_right_still_is():
         assert module(m, input_fn=lambda _, values, __: values, output_fn=lambda out, _: out) is not None
         assert sw.full((4,), True, device_mesh=m).dtype is torch.bool
         assert sw.zeros(4, requires_grad=True, device_mesh=m).requires_grad
+        assert sw.full((4,), torch.tensor(3.0), device_mesh=m).to_local().tolist() == [3.0] * 4
+        assert sw.randn(4, dtype=torch.complex64, device_mesh=m).is_complex()
+        assert sw.rand(4, dtype=torch.complex128, device_mesh=m, requires_grad=True).requires_grad
 
 
 PLAN_SLIPS = {

@@ -138,8 +138,9 @@ def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | 
         placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
         sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        if values is not None and isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
-            do = f"Give a floating-point dtype, or use randint. {make.__name__} draws numbers between integers."
+        drawn = values is not None and isinstance(dtype, torch.dtype)
+        if drawn and not (dtype.is_floating_point or dtype.is_complex):
+            do = f"Give a floating-point or complex dtype, or use randint. {make.__name__} draws numbers between integers."
             raise ArgumentError(
                 asked="make a MeshTensor of random numbers", found=f"the dtype is {dtype}", do=do, argument="dtype"
             )
@@ -251,8 +252,9 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> MeshTensor:
     """A MeshTensor of the global ``size`` filled with one value; replicated when no placements are given."""
-    if not isinstance(fill_value, (Number, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        do = "Give a number: a tensor has no place in it. ones(...) * tensor fills one by broadcasting."
+    is_number = isinstance(fill_value, (Number, torch.SymInt, torch.SymFloat, torch.SymBool))
+    if not is_number and not (type(fill_value) is torch.Tensor and fill_value.ndim == 0):
+        do = "Give a number. ones(...) * tensor fills a tensor with the values of another, by broadcasting."
         refuse_argument("make a MeshTensor of one value", "fill_value", fill_value, do)
     make = partial(torch.full, fill_value=fill_value)
     return _make(make, size, dtype, layout, device_mesh, placements, requires_grad=requires_grad)
