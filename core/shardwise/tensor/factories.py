@@ -138,9 +138,8 @@ def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | 
         placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
         sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        drawn = values is not None and isinstance(dtype, torch.dtype)
-        if drawn and not (dtype.is_floating_point or dtype.is_complex):
-            do = f"Give a floating-point or complex dtype, or use randint. {make.__name__} draws numbers between integers."
+        if values is not None and isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex):
+            do = f"Give a floating-point or complex dtype, or use randint: {make.__name__} draws no integers."
             raise ArgumentError(
                 asked="make a MeshTensor of random numbers", found=f"the dtype is {dtype}", do=do, argument="dtype"
             )
