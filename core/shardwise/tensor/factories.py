@@ -22,6 +22,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.transforms import below_transforms, is_drawn_by_vmap
 from shardwise.rng.generator import next_draw
 from shardwise.rng.sampling import Draw, Region
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -88,6 +89,27 @@ def _make(
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
     values: _Values | None = None,
+    requires_grad: bool = False,
+) -> MeshTensor:
+    if values is not None and is_drawn_by_vmap():
+        raise LayoutError(
+            asked="make a MeshTensor of random numbers in a function that vmap goes over",
+            found="all of its calls would get the same numbers",
+            do='Make it outside and pass it in, or say vmap(..., randomness="same").',
+        )
+    with below_transforms():
+        made = _made(make, size, dtype, layout, device_mesh, placements, values)
+        return made.requires_grad_() if requires_grad else made
+
+
+def _made(
+    make: Callable[..., torch.Tensor],
+    size: Sequence[int],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    values: _Values | None,
 ) -> MeshTensor:
     """A MeshTensor of the values of ``make(size, dtype=, device=)``. Only random factories pass ``values``."""
     if not all(isinstance(n, (int, torch.SymInt)) for n in size):
@@ -125,7 +147,7 @@ def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | 
         placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
         sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        return _make(make, sizes, dtype, layout, device_mesh, placements, values).requires_grad_(requires_grad)
+        return _make(make, sizes, dtype, layout, device_mesh, placements, values, requires_grad)
 
     factory.__name__ = factory.__qualname__ = make.__name__
     factory.__doc__ = f"{summary} Takes the global size; replicated when no placements are given."
@@ -226,4 +248,4 @@ def full(
 ) -> MeshTensor:
     """A MeshTensor of the global ``size`` filled with one value; replicated when no placements are given."""
     make = partial(torch.full, fill_value=fill_value)
-    return _make(make, size, dtype, layout, device_mesh, placements).requires_grad_(requires_grad)
+    return _make(make, size, dtype, layout, device_mesh, placements, requires_grad=requires_grad)

@@ -6,6 +6,8 @@ import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -40,6 +42,7 @@ from shardwise.private_torch.dispatch import (
     support_foreach,
 )
 from shardwise.private_torch.tracing import (
+    fold_no_collectives,
     is_compiled_now,
     is_traced,
     make_known,
@@ -47,7 +50,9 @@ from shardwise.private_torch.tracing import (
     take_plain_tangents,
     write_products_in_pairs,
 )
+from shardwise.private_torch.transforms import give_attributes
 from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
+from shardwise.tensor.batched import spec_of
 from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
@@ -186,7 +191,7 @@ class MeshTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, by communication."""
-        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
+        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
     def redistribute(
@@ -209,11 +214,11 @@ class MeshTensor(torch.Tensor):
         The tensor is sent, and returned, in ``forward_dtype``, and its gradient is sent in ``backward_dtype``
         (defaults: the dtypes that they have). The gradient that arrives at this tensor has this tensor's dtype.
         """
-        if device_mesh is not None and device_mesh is not self._spec.mesh and device_mesh != self._spec.mesh:
-            check_mesh(f"redistribute {self._spec}", device_mesh)
+        if device_mesh is not None and device_mesh is not self.device_mesh and device_mesh != self.device_mesh:
+            check_mesh(f"redistribute {self.spec}", device_mesh)
             raise MeshMismatchError(
-                asked=f"redistribute {self._spec} to {device_mesh}",
-                found=f"it lies on {self._spec.mesh}",
+                asked=f"redistribute {self.spec} to {device_mesh}",
+                found=f"it lies on {self.device_mesh}",
                 do="Take full_tensor() and distribute_tensor it on the other mesh.",
             )
         if placements is None:
@@ -504,11 +509,21 @@ hide_items(MeshTensor)
 leave_out_of_graphs(MeshTensor.__torch_dispatch__)
 leave_out_of_graphs(MeshTensor.__tensor_flatten__)
 leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
-record_constants(MeshTensor, autograd.refuse_as_constant)
+record_constants(MeshTensor, autograd.join_in_graph)
+fold_no_collectives()
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
 write_products_in_pairs()
 raise_as_they_are(ShardingError)
+give_attributes(
+    MeshTensor,
+    {
+        "spec": spec_of,
+        "placements": lambda tensor: spec_of(tensor).placements,
+        "device_mesh": lambda tensor: spec_of(tensor).mesh,
+        **{name: partial(MethodType, vars(MeshTensor)[name]) for name in ("redistribute", "to_local", "full_tensor")},
+    },
+)
 start(MeshTensor, PlanningEngine(MeshTensor))
