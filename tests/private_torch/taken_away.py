@@ -512,7 +512,11 @@ COMPILED_FALLBACKS = [
         take=hide,
     ),
     Case((f"{FX}._build_proxy_for_sym_expr", "._build_proxy_for_sym_expr"), COMPILED, take=hide),
-    Case(("torch._dynamo.convert_frame.CatchErrorsWrapper",), partial(on_two_ranks, refused_while_compiled), take=hide),
+    Case(
+        ("torch._dynamo.convert_frame.CatchErrorsWrapper", "torch._dynamo.types.ConvertFrameReturn"),
+        partial(on_two_ranks, refused_while_compiled),
+        take=hide,
+    ),
     Case(
         ("torch._dynamo.variables.tensor",),
         COMPILED,
