@@ -295,7 +295,25 @@ def forward_over_reverse(on):
         return [part.detach() for part in forward_ad.unpack_dual(slope)]
 
 
+def tangents_in_other_layouts(on):
+    """Torch asks of a tangent that it lies in memory as its primal does; of views it takes no other."""
+    functions = (
+        lambda d: d[1:3],
+        lambda d: d.cumsum(0),
+        lambda d: move(d, Shard(1), Replicate()).logsumexp(0),
+        lambda d: d.max(1)[0],
+        lambda d: torch.cat([d, d * 2]).t()[1:],
+        lambda d: d.clone().mul_(2).add_(d),
+        lambda d: torch.zeros_like(d).copy_(d)[3:],
+        lambda d: d.unsqueeze(0).expand(2, 5, 3).softmax(1),
+    )
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(on(X), on(T, Shard(1), Replicate()))
+        return [[*forward_ad.unpack_dual(function(dual))] for function in functions]
+
+
 PROGRAMS = [
+    tangents_in_other_layouts,
     gradients_of_samples,
     models_called_with_other_parameters,
     hidden_dims,

@@ -18,6 +18,7 @@ from shardwise.private_torch.imports import when_imported
 from shardwise.private_torch.parts import find_part, torch_part
 
 __all__ = [
+    "ASKS_OF_TANGENTS",
     "above_batches",
     "are_transforms_active",
     "below_batches",
@@ -119,6 +120,11 @@ def above_batches(tensor: torch.Tensor, levels: Iterable[int]) -> torch.Tensor:
         tensor = _hide(tensor, 0, level)
     return tensor
 
+
+ASKS_OF_TANGENTS: Any = find_part("torch.ops.aten._has_same_storage_numel.default")
+"""The op by which autograd asks whether a tangent and its primal have memory of the same size; it copies the tangent if
+they have not. No program calls it. Without the op nobody asks.
+"""
 
 # -- forward mode ----------------------------------------------------------------------------------------------------
 

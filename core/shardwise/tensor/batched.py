@@ -23,7 +23,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.transforms import above_batches, below_batches, held, is_wrapped
 
-__all__ = ["batched_spec", "in_batches", "is_on_mesh", "moved", "spec_of"]
+__all__ = ["batched_spec", "in_batches", "is_on_mesh", "lie_alike", "moved", "spec_of"]
 
 
 def is_on_mesh(tensor: Any) -> bool:
@@ -82,6 +82,14 @@ def batched_spec(spec: TensorSpec, sizes: Sequence[int]) -> TensorSpec:
         step *= max(size, 1)
     batch = TensorMeta((*sizes, *meta.shape), (*strides, *meta.stride), meta.dtype)
     return TensorSpec(spec.mesh, moved(spec.placements, 0, len(sizes)), batch)
+
+
+def lie_alike(tensor: Any, other: Any) -> bool:
+    """Whether two tensors lie in the same way on all ranks: views of both then do."""
+    if not (isinstance(tensor, tensor_class()) and isinstance(other, tensor_class())):
+        return False
+    mine, its = tensor._spec, other._spec
+    return bool(mine.placements == its.placements and mine.tensor_meta == its.tensor_meta)
 
 
 def in_batches(run: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError, ShardingError
 from shardwise.kernel.arguments import check_mesh
-from shardwise.kernel.dispatcher import dispatch, rules_version
+from shardwise.kernel.dispatcher import answer, dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
 from shardwise.kernel.places import Places
@@ -50,9 +50,9 @@ from shardwise.private_torch.tracing import (
     take_plain_tangents,
     write_products_in_pairs,
 )
-from shardwise.private_torch.transforms import give_attributes
+from shardwise.private_torch.transforms import ASKS_OF_TANGENTS, give_attributes
 from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
-from shardwise.tensor.batched import spec_of
+from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
@@ -517,6 +517,7 @@ convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
 write_products_in_pairs()
 raise_as_they_are(ShardingError)
+answer(ASKS_OF_TANGENTS, lie_alike)
 give_attributes(
     MeshTensor,
     {
