@@ -188,7 +188,8 @@ class LocalFunction:
                 )
             tensor = tensor.redistribute(placements=layout)
         # What a transform's tensor requires, those in it may not say.
-        if not (_is_transformed(tensor) or (torch.is_grad_enabled() and tensor.requires_grad)):
+        is_transformed = type(tensor) is torch.Tensor
+        if not (is_transformed or (torch.is_grad_enabled() and tensor.requires_grad)):
             return tensor.to_local()
         refuse_without_gradient(self.name, f"argument {name}", layout)
         return autograd.enter(tensor, crossing.grad, crossing.again, crossing.weight)
