@@ -125,9 +125,34 @@ def SAME_SIZE(x: TensorMeta, other: TensorMeta) -> Flow:
     return Flow([left, right], [], partial=[f"{a}, {b} ->" for a, b in pairs], lowered="*", scattered="*")
 
 
+@rule_from(aten._new_zeros_with_same_feature_meta.default)
+def ZEROS_THAT_LIE_AS(x: TensorMeta, other: TensorMeta, *, self_num_batch_dims: int = 0) -> Flow:
+    """Zeros that lie as the other tensor does, on every rank, for the tangent of that tensor. Of the first tensor only
+    the dtype counts, and the first dims where ``vmap`` goes over them.
+    """
+    batch, right = [f"b{d}" for d in range(self_num_batch_dims)], [f"y{d}" for d in range(other.ndim)]
+    left = [*batch, *(f"x{d}" for d in range(x.ndim - self_num_batch_dims))]
+    pairs = product(["R", *REDUCE_OPS, *left[len(batch) :]], ["R", *REDUCE_OPS, *right])
+    rows = [f"{a}, {b} -> {'R' if b in REDUCE_OPS else b}" for a, b in pairs]
+    return Flow([left, right], [[*batch, *right]], partial=rows)
+
+
 IS_PINNED = rule(aten.is_pinned.default, "... ->", partial=["* ->"])
 
 # Every rank needs the value.
 VALUE = rule([aten._local_scalar_dense.default, aten._assert_async.default, aten._assert_async.msg], "R ->")
 
-RULES = (SAME, TO_COPY, COPY, FILL, ZERO, FILL_FROM, FILLED_FROM, EQUAL, SAME_SIZE, IS_PINNED, VALUE)
+RULES = (
+    SAME,
+    TO_COPY,
+    COPY,
+    FILL,
+    ZERO,
+    FILL_FROM,
+    FILLED_FROM,
+    EQUAL,
+    SAME_SIZE,
+    ZEROS_THAT_LIE_AS,
+    IS_PINNED,
+    VALUE,
+)

@@ -2,9 +2,10 @@
 
 MODULES = {
     "shardwise_tensor.copying": """
-        aten::_assert_async aten::_local_scalar_dense aten::_pin_memory aten::_to_copy aten::alias aten::alias_copy
-        aten::allclose aten::clone aten::copy aten::detach aten::detach_copy aten::equal aten::fill aten::is_pinned
-        aten::is_same_size aten::lift aten::lift_fresh aten::lift_fresh_copy aten::zero
+        aten::_assert_async aten::_local_scalar_dense aten::_new_zeros_with_same_feature_meta aten::_pin_memory
+        aten::_to_copy aten::alias aten::alias_copy aten::allclose aten::clone aten::copy aten::detach
+        aten::detach_copy aten::equal aten::fill aten::is_pinned aten::is_same_size aten::lift aten::lift_fresh
+        aten::lift_fresh_copy aten::zero
     """,
     "shardwise_tensor.counting": """
         aten::_histogramdd_bin_edges aten::_histogramdd_from_bin_cts aten::_histogramdd_from_bin_tensors

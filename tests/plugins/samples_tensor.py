@@ -88,6 +88,13 @@ SAMPLES |= {
     aten.fill.Tensor: fills_from,
     aten.equal.default: questions,
     aten.is_same_size.default: questions,
+    aten._new_zeros_with_same_feature_meta.default: lambda: [
+        *questions(),
+        *(
+            ((made((3, *x.shape), torch.float64), x), {"self_num_batch_dims": 1})
+            for x in (made((8, 6)), made((5, 7)).t())
+        ),
+    ],
     aten.allclose.default: lambda: (
         [(pair, {}) for pair, _ in questions()]
         + [((x, x + 1, 0, bound), {}) for x in (made((8, 6)), made((5, 7))) for bound in (0.5, 2)]

@@ -282,6 +282,26 @@ def told_by_vmap() -> list[bool]:
     return [*seen, is_batched(torch.ones(2))]
 
 
+def moved_in_transforms() -> list[list[float]]:
+    """Derivatives, by torch.func and by autograd, of functions that move a tensor on a mesh of this processor."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    x = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Shard(0)])
+
+    def cubes(y: Any) -> Any:
+        return sw.MeshTensor.from_local(y.to_local() ** 3, mesh, [sw.Shard(0)]).redistribute(
+            placements=[sw.Replicate()]
+        )
+
+    rows = x.unsqueeze(0).expand(2, 4)
+    slopes = torch.vmap(torch.func.grad(lambda y: (cubes(y) * x.redistribute(placements=[sw.Replicate()])).sum()))(rows)
+    return [*slopes.full_tensor().tolist(), *torch.autograd.functional.jacobian(cubes, x, vectorize=True).tolist()]
+
+
 def preloaded() -> bool:
     """Whether a fork server has the plugins."""
     import shardwise.testing.preloaded  # noqa: F401
@@ -408,7 +428,7 @@ C, FX, C10D = "torch._C", "torch.fx.experimental.proxy_tensor", "torch.distribut
 CUSTOM = "torch._library.custom_ops.CustomOpDef"
 
 # Names without an underscore of what torch does not document. The scan of the source does not see them.
-UNDOCUMENTED = tuple(f"{FX}.{name}" for name in ("proxy_call", "track_tensor", "has_proxy_slot"))
+UNDOCUMENTED = tuple(f"{FX}.{name}" for name in ("proxy_call", "track_tensor", "has_proxy_slot", "wrap_key"))
 
 TRAINED, COMPILED = partial(on_two_ranks, trained), partial(on_two_ranks, compiled)
 
@@ -438,6 +458,12 @@ FALLBACKS = [
     Case(("torch.library.Library._register_torch_dispatch_rule",), partial(on_two_ranks, with_a_custom_op)),
     Case((f"{C}._autograd._get_sequence_nr",), numbered),
     Case((f"{C}._functorch.is_legacy_batchedtensor",), told_by_vmap),
+    Case((f"{C}._are_functorch_transforms_active", f"{C}._functorch.is_functorch_wrapped_tensor"), TRAINED, take=hide),
+    Case(
+        ("torch.autograd.forward_ad._current_level",),
+        TRAINED,
+        take=lambda _: forget("transforms", "_level", lambda: 0),
+    ),
     Case(("torch._assert_async",), asserted),
     Case(("._get_sequence_number_for_group",), TRAINED, take=lambda _: forget("distributed", "calls_of", lambda _: 0)),
     Case(("._tensor_to_object",), rehearsed, take=lambda _: delete(f"{C10D}._tensor_to_object")),
@@ -477,7 +503,16 @@ COMPILED_FALLBACKS = [
         take=hide,
     ),
     Case((f"{FX}._build_proxy_for_sym_expr", "._build_proxy_for_sym_expr"), COMPILED, take=hide),
-    Case(("torch._dynamo.convert_frame.CatchErrorsWrapper",), partial(on_two_ranks, refused_while_compiled), take=hide),
+    Case(
+        ("torch._dynamo.convert_frame.CatchErrorsWrapper", "torch._dynamo.types.ConvertFrameReturn"),
+        partial(on_two_ranks, refused_while_compiled),
+        take=hide,
+    ),
+    Case(
+        ("torch._dynamo.variables.tensor",),
+        COMPILED,
+        take=lambda _: forget("transforms", "_forget", lambda *_: None),
+    ),
     Case(("._dynamo_unbacked_indices",), COMPILED, take=lambda _: forget("sizes", "let_vary", lambda *_: None)),
     Case(("._dynamo_marked_constant",), COMPILED, take=lambda _: forget("tracing", "constant_in_graphs", lambda f: f)),
 ]
@@ -493,6 +528,19 @@ ERRORS = [
     *(
         Case((n,), partial(on_two_ranks, held_from_before), take=hide)
         for n in ("torch._dynamo.variables.builder.VariableBuilder.wrap_tensor", "torch._dynamo.source.AttrSource")
+    ),
+    *(
+        Case((name,), moved_in_transforms, take=hide)
+        for name in (
+            f"{C}._functorch.get_unwrapped",
+            f"{C}._functorch.maybe_get_bdim",
+            "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+            "torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters",
+            f"{C}._vmapmode_increment_nesting",
+            f"{C}._vmapmode_decrement_nesting",
+            "torch._remove_batch_dim",
+            "torch._add_batch_dim",
+        )
     ),
     Case((f"{C}._current_autograd_node",), shelf("autograd_nodes", "running_node")),
     Case((f"{C}._will_engine_execute_node",), in_a_hook(shelf("dispatch", "leaf_to_accumulate"))),

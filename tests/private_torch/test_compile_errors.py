@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import LayoutError, PlacementError
+from shardwise.errors import ArgumentError, LayoutError, LocalPlacementError, PlacementError, ShardingError
 from shardwise.kernel.placements import check_placements
+from shardwise.testing import mesh
 
 sw.MeshTensor  # noqa: B018  # loading it has errors of shardwise come out as they are
 
@@ -35,3 +36,33 @@ def test_an_error_behind_one_that_torch_makes_comes_out():
     with pytest.raises(LayoutError, match="Stop") as caught:
         torch.compile(lambda x: x + 1, backend=refuse)(torch.ones(2))
     assert type(caught.value.__cause__) is torch._dynamo.exc.BackendCompilerFailed
+
+
+def refused_where_it_is_traced():
+    """Python code of shardwise that dynamo traces refuses what it refuses without a compiler, each time."""
+    x = sw.distribute_tensor(torch.ones(4, 4), mesh((2,)), [sw.Shard(0)])
+    local = sw.local(torch.sin, inputs=[sw.Shard(1)], outputs=sw.Shard(0), move=False)
+    numpy = torch.compile(lambda x, asks: x.numpy() if asks else x + 1, backend="eager", fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=r"turn .* into a NumPy array: .* Use full_tensor\(\).numpy\(\)"):
+            numpy(x, True)
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    assert torch.equal(numpy(x, False).full_tensor(), torch.full((4, 4), 2.0))
+    assert counters["unique_graphs"] == before + 1, "what was refused is compiled for other arguments"
+    for error, ask in (
+        (LayoutError, lambda x: x.apply_(abs)),
+        (LayoutError, lambda x: x.map_(x, max)),
+        (LayoutError, lambda x: x.__dlpack__()),
+        (LocalPlacementError, local),
+        (ArgumentError, lambda x: sw.zeros("a", device_mesh=x.device_mesh)),
+    ):
+        with pytest.raises(ShardingError) as expected:
+            ask(x)
+        with pytest.raises(error) as caught:
+            torch.compile(ask, backend="eager", fullgraph=True)(x)
+        assert str(caught.value) == str(expected.value)
+
+
+def test_what_traced_code_refuses_comes_out(two_ranks):
+    two_ranks.run(refused_where_it_is_traced)

@@ -7,7 +7,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise import MeshTensor, Partial, Replicate, Shard, distribute_tensor
-from shardwise.errors import TracingError
 from shardwise.testing import mesh
 
 ROUTES = [
@@ -68,22 +67,49 @@ def test_a_function_of_whole_tensors(two_ranks):
     two_ranks.run(records_whole_tensors)
 
 
-def refuses_the_part(name):
-    x = distribute_tensor(numbers(0), mesh((2,)), [Shard(0)])
-    ask = {
-        "to_local": lambda x: (x * 2).to_local(),
-        "full_tensor": lambda x: (x * 2).full_tensor(),
-        "redistribute": lambda x: x.redistribute(placements=[Replicate()]),
-    }
-    with pytest.raises(TracingError, match="make_fx records ops on the whole tensor"):
-        make_fx(ask[name])(x)
-    torch.testing.assert_close(x.full_tensor(), numbers(0))
+def leaves_and_moves(name):
+    m = mesh((2,))
+    x, other, weight = (distribute_tensor(numbers(seed), m, [Shard(0)]) for seed in (0, 1, 2))
+    program = {
+        "to_local": lambda x: (x * 2).to_local() + 1,
+        "full_tensor": lambda x: (x * 2).full_tensor() * 2,
+        "redistribute": lambda x: x.redistribute(placements=[Partial()]).redistribute(placements=[Shard(1)]) * 2,
+        "a weight": lambda x: weight.redistribute(placements=[Replicate()]) * x,
+        "the part of a weight": lambda x: MeshTensor.from_local(weight.to_local() * 2, m, [Shard(0)]) * x,
+        "gradient": lambda x: torch.autograd.grad(x.redistribute(placements=[Replicate()]).sin().sum(), x)[0],
+    }[name]
+    # Torch takes no constants beside tensors without data.
+    for mode in ("real",) if "weight" in name else ("real", "fake"):
+        if name == "gradient":
+            x, other = x.detach().requires_grad_(), other.detach().requires_grad_()
+        graph = make_fx(program, tracing_mode=mode)(x)
+        for each in (x, other):
+            actual, expected = graph(each), program(each)
+            assert type(actual) is type(expected)
+            if isinstance(actual, MeshTensor):
+                actual, expected = actual.full_tensor(), expected.full_tensor()
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", ["to_local", "full_tensor", "redistribute"])
-def test_the_part_of_a_tensor_in_the_graph(two_ranks, name):
+MOVES = ["to_local", "full_tensor", "redistribute", "a weight", "the part of a weight", "gradient"]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_are_calls_of_the_graph(two_ranks, name):
+    two_ranks.run(leaves_and_moves, name)
+
+
+def returns_what_it_joins():
+    m = mesh((2,))
+    rank = m.get_local_rank()
+    graph = make_fx(lambda local: MeshTensor.from_local(local * 2, m, [Shard(0)]))(numbers(rank))
+    for seed in (rank, 10 + rank):
+        torch.testing.assert_close(graph(numbers(seed)).to_local(), numbers(seed) * 2, rtol=1e-12, atol=0)
+
+
+def test_a_tensor_that_is_made_in_the_graph_is_returned(two_ranks):
     """It would be a constant of the graph."""
-    two_ranks.run(refuses_the_part, name)
+    two_ranks.run(returns_what_it_joins)
 
 
 def takes_constants_whole():
@@ -108,12 +134,34 @@ def test_a_tensor_from_elsewhere_is_a_constant(two_ranks):
     two_ranks.run(takes_constants_whole)
 
 
-def refuses_what_has_graph_values_inside():
+def linearizes(program, x, tangent):
+    result, derivative = torch.func.linearize(program, x)
+    expected = torch.func.jvp(program, (x,), (tangent,))
+    for actual, wanted in zip((result, derivative(tangent)), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), wanted.full_tensor(), rtol=1e-12, atol=0)
+
+
+def linearizes_moves():
     m = mesh((2,))
-    x, weight = (distribute_tensor(numbers(seed), m, [Shard(0)]) for seed in (0, 1))
-    with pytest.raises(TracingError, match="and of this tensor ops on its part"):
-        make_fx(lambda x: weight.redistribute(placements=[Replicate()]) * x)(x)
+    x, weight, tangent = (distribute_tensor(numbers(seed), m, [Shard(0)]) for seed in (0, 1, 3))
+
+    def on_mesh(x):
+        return (x.redistribute(placements=[Replicate()]) * weight.redistribute(placements=[Shard(1)])).sin()
+
+    def of_plain(x):
+        return (distribute_tensor(x, m, [Shard(0)]) @ weight.t()).sin()  # which gathers the weight
+
+    linearizes(on_mesh, x, tangent)
+    linearizes(of_plain, numbers(0), numbers(3))
+    assert linearizes_alone(torch.sin)
 
 
-def test_a_tensor_with_graph_values_inside_is_refused(two_ranks):
-    two_ranks.run(refuses_what_has_graph_values_inside)
+def linearizes_alone(function):
+    """Without a mesh, after dynamo is there."""
+    x, tangent = numbers(0), numbers(1)
+    torch._dynamo.reset()
+    return torch.allclose(torch.func.linearize(function, x)[1](tangent), tangent * x.cos())
+
+
+def test_linearized_moves(two_ranks):
+    two_ranks.run(linearizes_moves)

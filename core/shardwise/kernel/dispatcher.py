@@ -35,6 +35,7 @@ from shardwise.private_torch.ops import is_composite
 
 __all__ = [
     "PLANS_PER_OP",
+    "answer",
     "at_next_dispatch",
     "check_calls",
     "clear_plans",
@@ -94,6 +95,8 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
             handle = recording.checks(handle, op)
         if recording.recorder is not None:
             handle = partial(_handle_and_tell, handle, recording.recorder.called)
+    elif op in _answers:
+        handle = _answers[op]
     elif is_composite(op):
         # Under inference mode torch does not decompose composite ops; their parts have the rules.
         handle = _decompose
@@ -104,6 +107,18 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
         # From now on torch calls it for exactly a MeshTensor; calls with a subclass still reach this function.
         _state.libraries[id(op)] = put_before_dispatch(op, started.tensor_class, handle)
     return handle(None, op, (), args, kwargs)
+
+
+def answer(op: Op, ask: Callable[..., Any]) -> None:
+    """Have a function answer an op that has no rule, because its answer on one device is about memory."""
+
+    def handle(_cls: Any, _op: Op, _types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        return ask(*args, **(kwargs or {}))
+
+    _answers[op] = handle
+
+
+_answers: dict[Op, Handler] = {}
 
 
 def dispatch_under_mode(mode: type[OpMode], op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

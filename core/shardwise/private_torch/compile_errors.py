@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.private_torch.imports import when_imported
@@ -19,6 +19,9 @@ def raise_as_they_are(cls: type[BaseException]) -> None:
 
     Dynamo makes another error of each, of one of four classes of its own, so that ``except`` does not find it. It
     tells nobody which errors to leave. Without its function the wrapped error comes, with the text of the original.
+
+    Code that dynamo traces raises such an error, too, and there it only says that it cannot trace how the error is
+    made. Such a call runs as it is, so that it raises. Nothing has run before: dynamo only traces.
     """
     when_imported("torch._dynamo.convert_frame", lambda module: _raise_as_they_are(module, cls))
 
@@ -30,6 +33,9 @@ def _raise_as_they_are(module: Any, cls: type[BaseException]) -> None:
     compile_frame = catches.__call__
     wrappers = tuple(w for name in _WRAPPERS if (w := getattr(module.exc, name, None)) is not None)
 
+    unsupported = getattr(module.exc, "Unsupported", ())
+    as_it_is = _run_as_it_is()
+
     def compile_or_raise(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return compile_frame(self, *args, **kwargs)
@@ -40,8 +46,44 @@ def _raise_as_they_are(module: Any, cls: type[BaseException]) -> None:
             if not module.config.verbose:  # as dynamo does: its own calls tell a program nothing
                 inside.__traceback__ = error.__traceback__ = None
             raise inside from error
+        except unsupported as error:
+            inside = next((e for e in _causes(error) if isinstance(e, cls)), None)
+            if inside is not None:
+                raise inside from error
+            if as_it_is is None or not _makes(error, cls):
+                raise
+            return as_it_is()
 
     catches.__call__ = compile_or_raise
+
+
+def _run_as_it_is() -> Callable[[], Any] | None:
+    """What tells torch to run a call as it is, with the calls in it, and to compile the next one."""
+    parts: list[Any] = [find_part(name) for name in _RUNS]
+    if None in parts:
+        return None
+    answer, strategy, skip = parts
+    return lambda: answer(frame_exec_strategy=strategy(skip, skip), apply_to_code=False)
+
+
+_RUNS = (
+    "torch._dynamo.types.ConvertFrameReturn",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP",
+)
+
+
+def _makes(error: Any, cls: type[BaseException]) -> bool:
+    """Whether dynamo ended where a program made an error of a class."""
+    stack = getattr(error, "real_stack", None) or [None]
+    code = cls.__init__.__code__  # a class with an __init__ of its own
+    return stack[-1] is not None and (stack[-1].filename, stack[-1].name) == (code.co_filename, code.co_name)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _inside(error: BaseException, wrappers: tuple[type[BaseException], ...]) -> Iterator[BaseException]:

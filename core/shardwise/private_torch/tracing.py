@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,22 +17,25 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.imports import when_imported
-from shardwise.private_torch.modes import leave_modes, recording_mode, tracer_now
+from shardwise.private_torch.modes import leave_modes, outside_modes, recording_mode, tracer_now
 from shardwise.private_torch.parts import find_part, missing_parts, torch_part
 
 __all__ = [
     "assert_when_run",
     "constant_in_graphs",
+    "fold_no_collectives",
     "graph_calls",
     "graph_that_is_made",
     "is_compiled_now",
     "is_describing",
     "is_layout_only",
     "is_recorded",
+    "is_recorded_constant",
     "is_recorded_whole",
     "is_traced",
     "is_without_data",
     "may_vary_between_ranks",
+    "record_call",
     "record_constants",
     "retraced",
     "seeing_graphs",
@@ -74,39 +77,117 @@ def is_recorded_whole(tensor: torch.Tensor) -> bool:
     return get_proxy_slot(tensor, mode.tracer, None) is not None
 
 
-def record_constants(cls: type, refuse: Callable[[Any], None]) -> None:
-    """Have ``make_fx`` take tensors of a class that meet values of its graph as constants of the graph, whole.
+def is_recorded_constant(tensor: Any) -> bool:
+    """Whether a tensor with tensors inside is from outside of a graph of ``make_fx`` that records such tensors."""
+    mode = recording_mode()
+    if mode is None or not any(isinstance(t, type(tensor)) for t in mode.tracer.tensor_tracker):
+        return False
+    # Imported here, because loading it takes time.
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-    Torch would hand such an op to the class, whose ops on what is inside the values are unknown to the graph: it would
-    return the numbers of the trace for every input. ``refuse(tensor)`` raises for a tensor with graph values inside,
-    which is no constant. Where torch lacks a part that this needs, ``make_fx`` raises :class:`TorchPartError` for
-    tensors of the class.
+    inside = (getattr(tensor, name) for name in _inside(tensor))
+    return all(get_proxy_slot(t, mode.tracer, None) is None for t in (tensor, *inside))
+
+
+def record_call(call: Callable[..., Any], operand: torch.Tensor, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of ``run()``, in the graph of ``make_fx`` as one call of a function with the operand, a value or a
+    constant of the graph. Nothing that runs in it is recorded.
     """
-    when_imported("torch.fx.experimental.proxy_tensor", lambda module: _record_constants(module, cls, refuse))
+    module = torch_part("torch.fx.experimental.proxy_tensor", _RECORDS)
+    tracer = recording_mode().tracer
+    with outside_modes():
+        result = run()
+    _record(module, tracer, call, operand, result)
+    return result
 
 
-_OF_GRAPHS = tuple(f"torch.fx.experimental.proxy_tensor.{n}" for n in ("proxy_call", "track_tensor", "has_proxy_slot"))
+def _record(module: Any, tracer: Any, call: Callable[..., Any], operand: torch.Tensor, result: torch.Tensor) -> None:
+    _track_constant(module, tracer, operand)
+    proxy = tracer.create_proxy("call_function", call, (module.get_proxy_slot(operand, tracer).proxy,), {})
+    module.track_tensor(result, proxy, constant=None, tracer=tracer)
 
 
-def _record_constants(module: Any, cls: type, refuse: Callable[[Any], None]) -> None:
+def _track_constant(module: Any, tracer: Any, tensor: torch.Tensor) -> None:
+    if not module.has_proxy_slot(tensor, tracer):
+        proxy = tracer.proxy(tracer.create_arg(tensor))
+        module.track_tensor(tensor, proxy, constant=None, tracer=tracer)
+
+
+def record_constants(cls: type, join: Callable[[Any], tuple[torch.Tensor, Callable[..., Any]]]) -> None:
+    """Have ``make_fx`` take tensors of a class that meet values of its graph as constants of the graph, whole. Have it
+    know those whole that it returns, or that meet others, and of which it knows what is inside.
+
+    Torch would hand an op on constants and values to the class, whose ops on what is inside the values are unknown to
+    the graph: it would return the numbers of the trace for every input. So it would for a tensor of the class that it
+    returns. ``join(tensor)`` gives what is inside a tensor, and a function that makes the tensor of it. Where torch
+    lacks a part that this needs, ``make_fx`` raises :class:`TorchPartError` for tensors of the class.
+    """
+    when_imported("torch.fx.experimental.proxy_tensor", lambda module: _record_constants(module, cls, join))
+
+
+_RECORDS = "record MeshTensors with make_fx"
+_OF_GRAPHS = tuple(
+    f"torch.fx.experimental.proxy_tensor.{n}" for n in ("proxy_call", "track_tensor", "has_proxy_slot", "wrap_key")
+)
+
+
+def _record_constants(module: Any, cls: type, join: Callable[[Any], tuple[torch.Tensor, Callable[..., Any]]]) -> None:
     for missing in missing_parts(_OF_GRAPHS):
-        module.make_fx = _refusing(module.make_fx, cls, torch_part(missing, "record MeshTensors with make_fx"))
+        module.make_fx = _refusing(module.make_fx, cls, torch_part(missing, _RECORDS))
         return
-    original = module.proxy_call
+    call_in_graph, wrap_traced = module.proxy_call, module.wrap_key
+
+    def join_known(tensor: Any, tracer: Any) -> None:
+        """Have the graph know a tensor whole of which it knows what is inside."""
+        has = partial(module.has_proxy_slot, tracer=tracer)
+        if not has(tensor) and any(has(getattr(tensor, name)) for name in _inside(tensor)):
+            part, call = join(tensor)
+            _record(module, tracer, call, part, tensor)
 
     def proxy_call(mode: Any, op: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         tracer = mode.tracer
-        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, cls)]
+        operands: list[Any] = [t for t in tree_leaves((args, kwargs)) if isinstance(t, cls)]
         constants = [t for t in operands if not module.has_proxy_slot(t, tracer)]
         if constants and (len(constants) < len(operands) or any(isinstance(t, cls) for t in tracer.tensor_tracker)):
             for tensor in constants:
-                if any(module.has_proxy_slot(getattr(tensor, name), tracer) for name in _inside(tensor)):
-                    refuse(tensor)
-                proxy = tracer.proxy(tracer.create_arg(tensor))
-                module.track_tensor(tensor, proxy, constant=None, tracer=tracer)
-        return original(mode, op, pre_dispatch, args, kwargs)
+                join_known(tensor, tracer)
+                _track_constant(module, tracer, tensor)
+        return call_in_graph(mode, op, pre_dispatch, args, kwargs)
 
-    module.proxy_call = proxy_call
+    def wrap_key(function: Callable[..., Any], tensors: Any, tracer: Any, pre_dispatch: bool) -> Any:
+        @wraps(function)
+        def traced(*inputs: Any) -> Any:
+            results = function(*inputs)
+            for tensor in tree_leaves(results):
+                if isinstance(tensor, cls):
+                    join_known(tensor, tracer)
+            return results
+
+        return wrap_traced(traced, tensors, tracer, pre_dispatch)
+
+    module.proxy_call, module.wrap_key = proxy_call, wrap_key
+
+
+def fold_no_collectives() -> None:
+    """Have ``torch.func.linearize`` leave the collectives of a graph where they are.
+
+    It computes what does not depend on the tangents once, and copies each result. A collective's is copied before it
+    has come: the function that waits for it says that it has an effect, and stays in the graph.
+    """
+    when_imported("torch.fx.experimental.const_fold", _fold_no_collectives)
+
+
+def _fold_no_collectives(module: Any) -> None:
+    # By its default value, as dynamo knows the function by identity.
+    split = module.split_const_subgraphs
+    named = inspect.signature(split).parameters
+    if split.__kwdefaults__ is None and "skip_folding_node_fn" in named:
+        defaults = {name: p.default for name, p in named.items() if p.default is not p.empty}
+        split.__defaults__ = tuple({**defaults, "skip_folding_node_fn": _is_collective}.values())
+
+
+def _is_collective(node: Any) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
 def _refusing(make_fx: Any, cls: type, refuse: Callable[[], Any]) -> Any:

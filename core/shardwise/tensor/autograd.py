@@ -25,7 +25,7 @@ from shardwise.comm.run_step import StepRunner
 from shardwise.engine.judging import judge_move
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
-from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
+from shardwise.errors import DeviceMismatchError, LayoutError, LocalGradientError, TracingError
 from shardwise.kernel.arguments import check_flag, check_mesh, check_sizes, check_tensor
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.kept_moves import leave_out
@@ -34,6 +34,7 @@ from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_pla
 from shardwise.kernel.places import Places, per_mesh_dim
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.recording import recording
+from shardwise.kernel.reductions import LINEAR
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
@@ -41,8 +42,26 @@ from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import base_of, memory_of, with_memory
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.modes import recording_mode
-from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced
+from shardwise.private_torch.tracing import (
+    is_recorded,
+    is_recorded_constant,
+    is_recorded_whole,
+    is_traced,
+    record_call,
+)
+from shardwise.private_torch.transforms import (
+    above_batches,
+    are_transforms_active,
+    below_batches,
+    below_transforms,
+    has_tangent,
+    held,
+    is_functionalized,
+    is_wrapped,
+)
+from shardwise.tensor.batched import batched_spec, in_batches, is_on_mesh, moved, spec_of
 from shardwise.tensor.names import name_of
+from shardwise.tensor.recorded import RecordedCall
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
@@ -50,11 +69,11 @@ __all__ = [
     "enter",
     "from_local",
     "grad_layout",
+    "join_in_graph",
     "leave",
     "on_mesh",
     "redistribute",
     "reduce_later",
-    "refuse_as_constant",
     "to_local",
 ]
 
@@ -74,6 +93,8 @@ def _checked_grad_layout(grad_placements: Sequence[Placement] | None, spec: Tens
 
 
 class _Redistribute(torch.autograd.Function):
+    """For ``torch.func``: :class:`_RedistributeTransformed`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -95,6 +116,65 @@ class _Redistribute(torch.autograd.Function):
             grad = grad.to(ctx.grad_dtype)  # autograd brings what this returns to the dtype of the tensor
         return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _how: None) -> Any:
+        if tangent is None:
+            return None
+        # As a gradient, a tangent is a global tensor: each layout of it is correct.
+        return redistribute(on_mesh(tangent, ctx.spec, "redistribute a tangent"), grad_layout(ctx.spec.placements))
+
+
+class _RedistributeTransformed(_Redistribute):
+    @staticmethod
+    def forward(  # type: ignore[override]  # without a context, as torch.func asks
+        tensor: Any, how: tuple[tuple[Placement, ...], tuple[Placement, ...], torch.dtype | None]
+    ) -> Any:
+        return _run(tensor, *route(tensor._spec, how[0]), False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004  # torch's signature
+        tensor, (target, ctx.grad, ctx.grad_dtype) = inputs
+        ctx.spec, ctx.async_op = spec_of(tensor).with_placements(target), False
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(_info: Any, in_dims: Any, tensor: Any, how: Any) -> Any:
+        hidden = in_dims[0]
+        target, grad, grad_dtype = how
+        how = moved(target, hidden), moved(grad, hidden), grad_dtype
+        return _apply(_RedistributeTransformed, tensor, how), hidden
+
+
+def _apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """Apply a function that ``torch.func`` transforms."""
+    if is_functionalized():
+        raise TracingError(
+            asked="move a tensor between layouts, or into a mesh or out of it, in torch.func.functionalize",
+            found="functionalize takes no function with derivatives of its own",
+            do="Move it before or after, or leave functionalize out: MeshTensors take writes in place.",
+        )
+    return function.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+def _redistribute_transformed(
+    tensor: Any,
+    placements: Places,
+    grad_placements: Sequence[Placement] | None,
+    async_op: bool,
+    grad_dtype: torch.dtype | None,
+) -> Any:
+    """:func:`redistribute` inside a function that is transformed."""
+    if isinstance(tensor, tensor_class()):
+        with below_transforms():
+            return redistribute(tensor, placements, grad_placements, async_op, grad_dtype)
+    if not are_transforms_active():
+        target = per_mesh_dim(placements, spec_of(below_batches(tensor)[0]).mesh)
+        return in_batches(lambda inside, n: redistribute(inside, moved(target, 0, n)), tensor)
+    spec = spec_of(tensor)
+    target = check_placements(per_mesh_dim(placements, spec.mesh), spec.mesh.ndim, spec.ndim)
+    how = target, _checked_grad_layout(grad_placements, spec), grad_dtype
+    return _apply(_RedistributeTransformed, tensor, how)
+
 
 def redistribute(
     tensor: Any,
@@ -109,8 +189,8 @@ def redistribute(
     Returns the tensor itself if its placements do not change and nothing is said of its gradient. ``subject`` stands
     for the leaf whose gradient it is, in what the ranks compare.
     """
-    if recording_mode() is not None:
-        _refuse_in_a_graph(tensor, "redistribute {}")
+    if type(tensor) is torch.Tensor or are_transforms_active():
+        return _redistribute_transformed(tensor, placements, grad_placements, async_op, grad_dtype)
     target, steps = route(tensor._spec, per_mesh_dim(placements, tensor._spec.mesh))
     if steps is None and grad_placements is None and grad_dtype is None:
         if recording.recorder is not None:
@@ -120,7 +200,7 @@ def redistribute(
         subject = subject or origins.subject_of_distributed(tensor, name_of(tensor))
         if subject and not is_recorded(tensor._local_tensor):
             steps.tell_subject(subject)
-    if torch.is_grad_enabled() and _requires_grad(tensor):
+    if (torch.is_grad_enabled() and _requires_grad(tensor)) or has_tangent(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
         how = target, steps, layout, async_op, grad_dtype
         return _Redistribute.apply(tensor, how)  # type: ignore[no-untyped-call]
@@ -147,6 +227,13 @@ _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-de
 
 
 def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
+    if recording_mode() is not None and (is_recorded_whole(tensor) or is_recorded_constant(tensor)):
+        call = RecordedCall("redistribute", redistribute, target.placements)
+        return record_call(call, tensor, lambda: _run_now(tensor, target, steps, async_op))
+    return _run_now(tensor, target, steps, async_op)
+
+
+def _run_now(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
     local = fresh(tensor._local_tensor) if tensor._spec.is_copy else tensor._local_tensor
     if steps is None:
         # The layout stays the same and so does the memory: to autograd the result is a view.
@@ -171,8 +258,7 @@ class _ToLocal(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...] | None = None
     ) -> torch.Tensor:
-        ctx.spec, ctx.grad, ctx.again = tensor._spec, grad, again
-        ctx.set_materialize_grads(False)
+        _keep_to_split(ctx, tensor, grad, again)
         return _part(tensor)  # a new object, because autograd writes its own data into it
 
     @staticmethod
@@ -183,17 +269,88 @@ class _ToLocal(torch.autograd.Function):
                 return None, None, None
             # Other ranks may have a part of this gradient, and all of them reduce it.
             grad = torch.zeros(spec.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type)
+        if is_on_mesh(grad):
+            raise LayoutError(
+                asked=f"take the gradient of {spec} from that of its local part",
+                found=f"the gradient of the local part is a MeshTensor {spec_of(grad)}",
+                do="Give the gradient of a local tensor as a local tensor: to_local() or full_tensor() of this one.",
+            )
         meta = TensorMeta.contiguous(spec.shape, grad.dtype)
         mesh: Any = spec.mesh
         check_device(grad, mesh)
         part = _spec_of_local(grad, mesh, ctx.grad, meta.shape, meta.stride)
         again = grad_layout(ctx.grad) if ctx.again is None else ctx.again
-        return _FromLocal.apply(grad, part, again, ctx.again and ctx.grad), None, None  # type: ignore[no-untyped-call]
+        return _join(grad, part, again, ctx.again and ctx.grad), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _grad: None, _again: None = None) -> Any:
+        if tangent is None:
+            return None
+        _refuse_tangent("take the local part of", ctx.spec)
+        tangent = redistribute(on_mesh(tangent, ctx.spec, "take the local part of a tangent"), ctx.spec.placements)
+        return _split(tangent, ctx.grad, ctx.again)
+
+
+def _keep_to_split(ctx: Any, tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...] | None) -> None:
+    ctx.spec, ctx.grad, ctx.again = spec_of(tensor), grad, again
+    ctx.set_materialize_grads(False)
+
+
+class _ToLocalTransformed(_ToLocal):
+    @staticmethod
+    def forward(tensor: Any, _grad: Any, _again: Any) -> torch.Tensor:  # type: ignore[override]  # as above
+        return _part(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        _keep_to_split(ctx, *inputs)
+
+    @staticmethod
+    def vmap(_info: Any, in_dims: Any, tensor: Any, grad: Any, again: Any) -> Any:
+        hidden = in_dims[0]
+        spec = spec_of(tensor)
+        if hidden in map(shard_dim, spec.placements):  # no rank has a part of each
+            whole = [REPLICATE if shard_dim(p) == hidden else p for p in spec.placements]
+            judge_move("take the local part of what vmap goes over", "the tensor", spec, whole)
+            tensor = redistribute(tensor, whole)
+        return _split(tensor, moved(grad, hidden), again and moved(again, hidden)), hidden
+
+
+def _split(tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...] | None = None) -> torch.Tensor:
+    """The part of a MeshTensor, or of a transform's around one, on this rank."""
+    if are_transforms_active():
+        if not isinstance(tensor, tensor_class()):
+            return _apply(_ToLocalTransformed, tensor, grad, again)  # type: ignore[no-any-return]
+        with below_transforms():
+            return _ToLocal.apply(tensor, grad, again)  # type: ignore[no-any-return, no-untyped-call]
+    if type(tensor) is torch.Tensor:
+        return in_batches(lambda inside, n: _split(inside, moved(grad, 0, n), again and moved(again, 0, n)), tensor)
+    return _ToLocal.apply(tensor, grad, again)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _refuse_tangent(asked: str, spec: TensorSpec) -> None:
+    """Raise :class:`LocalGradientError` where the parts of a tangent depend on the values of other ranks."""
+    if any(isinstance(p, Partial) and p.reduce_op not in LINEAR for p in spec.placements):
+        raise LocalGradientError(
+            asked=f"{asked} the tangent of {spec}",
+            found="which rank's part has the tangent of a largest, a least or a product depends on the parts of the "
+            "other ranks",
+            do="Redistribute the tensor to Replicate() or Shard(dim) where it is computed.",
+            placements=spec.placements,
+        )
 
 
 def _part(tensor: Any) -> torch.Tensor:
-    """A new tensor over the local memory. A write to that of a view counts as one to its base: torch's counters of
-    local tensors do not know that a view of a MeshTensor is one.
+    """A new tensor over the local memory."""
+    if recording_mode() is not None and is_recorded_whole(tensor):
+        call = RecordedCall("split", _split, grad_layout(tensor._spec.placements))
+        return record_call(call, tensor, lambda: _part_now(tensor).detach())
+    return _part_now(tensor)
+
+
+def _part_now(tensor: Any) -> torch.Tensor:
+    """The same. A write to the memory of a view counts as one to its base: torch's counters of local tensors do not
+    know that a view of a MeshTensor is one.
     """
     local: torch.Tensor = tensor._local_tensor
     base: Any = base_of(tensor)
@@ -208,36 +365,31 @@ def _part(tensor: Any) -> torch.Tensor:
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The part of this rank; see :meth:`MeshTensor.to_local`."""
-    if recording_mode() is not None:
-        _refuse_in_a_graph(tensor, "take the local part of {}")
+    if type(tensor) is torch.Tensor or are_transforms_active():
+        if isinstance(tensor, tensor_class()):
+            with below_transforms():
+                return to_local(tensor, grad_placements)
+        return _split(tensor, _checked_grad_layout(grad_placements, spec_of(tensor)))
     if recording.recorder is not None:
         recording.recorder.read(tensor)
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
-    if not torch.is_grad_enabled() and grad_placements is None:
+    if not torch.is_grad_enabled() and grad_placements is None and not has_tangent(tensor):
         return _part(tensor)
     part: torch.Tensor = _ToLocal.apply(tensor, _checked_grad_layout(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
     return part
 
 
-def _refuse_in_a_graph(tensor: Any, asked: str) -> None:
-    """Raise :class:`TracingError` where ``make_fx`` would write the part into its graph as a constant."""
-    if is_recorded_whole(tensor):
+def join_in_graph(tensor: Any) -> tuple[torch.Tensor, RecordedCall]:
+    """The part in a tensor, and what makes the tensor of it in a graph of ``make_fx``."""
+    spec: TensorSpec = tensor._spec
+    if spec.tensor_meta.is_symbolic:
         raise TracingError(
-            asked=asked.format(tensor._spec),
-            found="make_fx records ops on the whole tensor here, and its graph cannot reach the part",
-            do="Use torch.compile, or let make_fx trace a function of local tensors that calls from_local.",
+            asked=f"record {spec}, made of a local tensor, with make_fx",
+            found="its sizes are symbols, and the graph would keep those of the trace",
+            do='Use torch.compile, or tracing_mode="real" or "fake", or return to_local().',
         )
-
-
-def refuse_as_constant(tensor: Any) -> None:
-    """Raise :class:`TracingError` for a tensor of which ``make_fx`` knows the part, among those that it knows whole."""
-    raise TracingError(
-        asked=f"run an op on {tensor._spec} and on inputs of a graph of make_fx",
-        found="make_fx records ops on the whole inputs here, and of this tensor ops on its part",
-        do="Let make_fx trace a function of MeshTensors that makes none from local tensors and moves none that it has "
-        "from elsewhere, or a function of local tensors that calls from_local.",
-    )
+    return tensor._local_tensor, RecordedCall("join", _join, spec, grad_layout(spec.placements))
 
 
 class _FromLocal(torch.autograd.Function):
@@ -250,14 +402,8 @@ class _FromLocal(torch.autograd.Function):
         again: tuple[Placement, ...] | None = None,
         *_beside: torch.Tensor,
     ) -> Any:
-        ctx.spec, ctx.grad, ctx.again, ctx.beside = spec, grad, again, len(_beside)
-        ctx.set_materialize_grads(False)
-        # Every rank has the same spec, and an empty part does not say how the others lie. So the part takes the
-        # strides of the spec.
-        part = in_order(with_memory(local), spec.tensor_meta)
-        tensor = wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
-        leave_out(tensor)
-        return tensor
+        _keep_to_join(ctx, spec, grad, again, len(_beside))
+        return _joined(local, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -266,11 +412,75 @@ class _FromLocal(torch.autograd.Function):
             return None, *others
         grad = on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
         if ctx.again is None:
-            judge_move("take the local gradient of from_local", "the gradient", grad._spec, ctx.grad)
+            judge_move("take the local gradient of from_local", "the gradient", spec_of(grad), ctx.grad)
         grad = redistribute(grad, ctx.grad)
-        if ctx.again is None:
+        if ctx.again is None and isinstance(grad, tensor_class()):
             return to_local(grad, None), *others
-        return _ToLocal.apply(grad, ctx.again, ctx.grad), *others  # type: ignore[no-untyped-call]
+        if ctx.again is None:
+            return _split(grad, grad_layout(ctx.grad)), *others
+        return _split(grad, ctx.again, ctx.grad), *others
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_beside: Any) -> Any:
+        if tangent is None:
+            return None
+        _refuse_tangent("take this rank's part of", ctx.spec)
+        return _join(tangent, ctx.spec, ctx.grad, ctx.again)
+
+
+def _keep_to_join(ctx: Any, *values: Any) -> None:
+    ctx.spec, ctx.grad, ctx.again, ctx.beside = values
+    ctx.set_materialize_grads(False)
+
+
+def _joined(local: torch.Tensor, spec: TensorSpec) -> Any:
+    # Every rank has the same spec, and an empty part does not say how the others lie. So the part takes the strides of
+    # the spec.
+    part = in_order(with_memory(local), spec.tensor_meta)
+    tensor = wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
+    leave_out(tensor)
+    return tensor
+
+
+class _FromLocalTransformed(_FromLocal):
+    @staticmethod
+    def forward(local: torch.Tensor, spec: TensorSpec, _grad: Any, _again: Any, *_beside: torch.Tensor) -> Any:  # type: ignore[override]  # as above
+        return _joined(local, spec)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        _keep_to_join(ctx, *inputs[1:4], len(inputs) - 4)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, local: torch.Tensor, spec: TensorSpec, grad: Any, again: Any, *beside: Any
+    ) -> Any:
+        hidden = in_dims[0]
+        if hidden is None:  # what lies beside it is batched
+            return _join(local, spec, grad, again), None
+        local, spec = local.movedim(hidden, 0), batched_spec(spec, [info.batch_size])
+        return _join(local, spec, moved(grad, 0), again and moved(again, 0), *beside), 0
+
+
+def _join(
+    part: torch.Tensor,
+    spec: TensorSpec,
+    grad: tuple[Placement, ...],
+    again: tuple[Placement, ...] | None = None,
+    *beside: torch.Tensor,
+) -> Any:
+    """A MeshTensor, or a transform's tensor around one, of this rank's part."""
+    if are_transforms_active():
+        if is_wrapped(part) or any(map(is_wrapped, beside)):
+            return _apply(_FromLocalTransformed, part, spec, grad, again, *beside)
+        with below_transforms():
+            return _FromLocal.apply(part, spec, grad, again, *beside)  # type: ignore[no-untyped-call]
+    inside, levels = below_batches(part)
+    if not levels:
+        return _FromLocal.apply(part, spec, grad, again, *beside)  # type: ignore[no-untyped-call]
+    n = len(levels)
+    spec, grad, again = batched_spec(spec, inside.shape[:n]), moved(grad, 0, n), again and moved(again, 0, n)
+    return above_batches(_FromLocal.apply(inside, spec, grad, again, *beside), levels)  # type: ignore[no-untyped-call]
 
 
 @traceable
@@ -299,12 +509,21 @@ def from_local(
     check_device(local, mesh)
     layout = (REPLICATE,) * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = _spec_of_local(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
-    meet(mesh)
+    _agree_on_local(local, spec, "from_local", "shape" if shape is None else "", run_check)
+    return _join(local, spec, _checked_grad_layout(grad_placements, spec))
+
+
+def _agree_on_local(local: torch.Tensor, spec: TensorSpec, call: str, argument: str, run_check: bool = False) -> None:
+    """Compare between the ranks what they make of their parts; see :func:`agree_on_layout` for ``argument``."""
+    if are_transforms_active():
+        with below_transforms():
+            _agree_on_local(held(local)[0], spec, call, argument, run_check)
+        return
+    meet(spec.mesh)
     if run_check:  # compares the layout too, also where this rank knows it and another does not
         check_agreement(local, spec)
     elif not is_traced(local):
-        agree_on_layout(spec, "from_local", "shape" if shape is None else "")
-    return _FromLocal.apply(local, spec, _checked_grad_layout(grad_placements, spec))  # type: ignore[no-untyped-call]
+        agree_on_layout(spec, call, argument)
 
 
 def refuse_dtensor(tensor: Any, asked: str) -> None:
@@ -327,14 +546,13 @@ def enter(tensor: Any, grad: Sequence[Placement], again: Sequence[Placement], fa
 
     A rank on which nothing uses the part has zeros as gradient where other ranks have one.
     """
-    if recording_mode() is not None:
-        _refuse_in_a_graph(tensor, "take the local part of {}")
-    if recording.recorder is not None:
-        recording.recorder.read(tensor)
-    if tensor._spec.is_copy:
-        fresh(tensor._local_tensor)
-    part: torch.Tensor = _ToLocal.apply(tensor, tuple(grad), tuple(again))  # type: ignore[no-untyped-call]
-    return part if factor == 1 else _Times.apply(part, float(factor))  # type: ignore[no-untyped-call]
+    if isinstance(tensor, tensor_class()):
+        if recording.recorder is not None:
+            recording.recorder.read(tensor)
+        if tensor._spec.is_copy:
+            fresh(tensor._local_tensor)
+    part = _split(tensor, tuple(grad), tuple(again))
+    return part if factor == 1 else _times(part, float(factor))
 
 
 @traceable
@@ -353,13 +571,11 @@ def leave(
     """
     check_device(part, mesh)
     spec = _spec_of_local(part, mesh, check_placements(placements, mesh.ndim, part.ndim), shape, None)
-    meet(mesh)
-    if not is_traced(part):
-        agree_on_layout(spec, "local", "shapes" if shape is None else "")
+    _agree_on_local(part, spec, "local", "shapes" if shape is None else "")
     if factor != 1:
-        part = _Times.apply(part, 1 / factor)  # type: ignore[no-untyped-call]
-    layouts = (check_placements(layout, mesh.ndim, part.ndim) for layout in (grad, again))
-    return _FromLocal.apply(part, spec, *layouts, *beside)  # type: ignore[no-untyped-call]
+        part = _times(part, 1 / factor)
+    grad, again = (check_placements(layout, mesh.ndim, part.ndim) for layout in (grad, again))
+    return _join(part, spec, grad, again, *beside)
 
 
 class _Times(torch.autograd.Function):
@@ -373,6 +589,31 @@ class _Times(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad * ctx.factor, None
+
+
+class _TimesTransformed(_Times):
+    """The same where ``torch.func`` or forward mode differentiates: a copy, as a view asks for views of tangents, and
+    autograd's ``vmap`` has none.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, _factor: float) -> torch.Tensor:  # type: ignore[override]  # as above
+        return tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def jvp(_ctx: Any, tangent: torch.Tensor, _factor: None) -> torch.Tensor:
+        return tangent.clone()
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    function = _TimesTransformed if are_transforms_active() or has_tangent(tensor) else _Times
+    return function.apply(tensor, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -499,9 +740,15 @@ def on_mesh(grad: Any, spec: TensorSpec, asked: str, *, compare: bool = True) ->
     through a comparison in place, and a backward of the program may make others. The ranks compare these, unless not
     all of them come here: then it must be zeros or ones.
     """
-    if isinstance(grad, tensor_class()):
+    if isinstance(grad, tensor_class()) or is_on_mesh(grad):
         return grad
-    if grad.shape == spec.shape and accept(grad, spec.mesh, asked, compare=compare):
+    with below_transforms():
+        inside = held(grad)[0] if is_wrapped(grad) else below_batches(grad)[0]
+        is_accepted = grad.shape == spec.shape and accept(inside, spec.mesh, asked, compare=compare)
+    if is_accepted and inside is not grad:
+        whole_spec = TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad))
+        return _join(grad, whole_spec, whole_spec.placements)
+    if is_accepted:
         whole = with_memory(grad)
         return wrap(whole, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(whole)))
     raise LayoutError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,13 +14,21 @@ from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
 from shardwise.errors import ArgumentError, LeafError
 from shardwise.kernel.arguments import check_mesh, check_tensor
-from shardwise.kernel.placements import REPLICATE, check_placements
+from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.places import Places, per_mesh_dim
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
+from shardwise.private_torch.transforms import (
+    are_transforms_active,
+    below_transforms,
+    has_tangent,
+    is_differentiated_by_torch,
+    is_wrapped,
+)
 from shardwise.tensor.autograd import check_device, refuse_dtensor
+from shardwise.tensor.batched import in_batches, is_on_mesh, moved
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.placed import note_placed
 from shardwise.tensor.shards import scatter_local
@@ -51,9 +59,11 @@ def distribute_tensor(
     mesh = current_mesh() if device_mesh is None else device_mesh
     check_tensor("distribute a tensor", tensor)
     check_mesh("distribute a tensor", mesh)
-    if isinstance(tensor, MeshTensor):
-        return tensor if placements is None else tensor.redistribute(mesh, placements)
-    if tensor.grad_fn is not None and torch.is_grad_enabled() and not is_traced(tensor):
+    if is_on_mesh(tensor):
+        there = cast("MeshTensor", tensor)
+        return there if placements is None else there.redistribute(mesh, placements)
+    is_derived = is_wrapped(tensor) or has_tangent(tensor) or (tensor.requires_grad and is_differentiated_by_torch())
+    if tensor.grad_fn is not None and torch.is_grad_enabled() and not (is_derived or is_traced(tensor)):
         raise LeafError(
             asked=f"distribute a tensor of shape {tuple(tensor.shape)}",
             found=f"only a leaf can be distributed, and this is the result of an op ({tensor.grad_fn.name()})",
@@ -70,17 +80,22 @@ def distribute_tensor(
         )
     refuse_dtensor(tensor, "distribute a tensor")
     check_device(tensor, mesh)
-    layout = [REPLICATE] * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
-    spec = TensorSpec(mesh, check_placements(layout, mesh.ndim, tensor.ndim), unexpanded(TensorMeta.of(tensor)))
+    layout = check_placements(
+        [REPLICATE] * mesh.ndim if placements is None else per_mesh_dim(placements, mesh), mesh.ndim, tensor.ndim
+    )
+    if is_derived:
+        whole = _FirstsValues.apply(tensor, mesh, layout, src_data_rank)  # type: ignore[no-untyped-call]
+        return MeshTensor.from_local(whole, mesh, [REPLICATE] * mesh.ndim).redistribute(placements=layout)
+    with below_transforms():
+        return _leaf(tensor, mesh, layout, src_data_rank)
+
+
+def _leaf(
+    tensor: torch.Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...], src_data_rank: int | None
+) -> MeshTensor:
+    spec = TensorSpec(mesh, layout, unexpanded(TensorMeta.of(tensor)))
     meet(mesh)
-    whole = tensor.detach()
-    is_sent = False
-    if mesh.size() > 1 and not is_traced(whole):
-        if src_data_rank is not None and whole.device.type != "meta":
-            whole = broadcast_whole(whole, spec, src_data_rank, requires_grad=tensor.requires_grad)
-            is_sent = True
-        else:
-            agree_on_layout(spec, "distribute_tensor")
+    whole, is_sent = _sent(tensor.detach(), spec, src_data_rank, tensor.requires_grad)
     sharded = MeshTensor(scatter_local(whole, spec), spec)
     if isinstance(tensor, nn.Parameter):
         sharded = nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[assignment]
@@ -91,3 +106,51 @@ def distribute_tensor(
     if is_sent:
         origins.start(sharded, mesh)  # only where every rank has come: it counts
     return sharded
+
+
+def _sent(
+    whole: torch.Tensor, spec: TensorSpec, src_data_rank: int | None, requires_grad: bool
+) -> tuple[torch.Tensor, bool]:
+    """The values of one rank, and whether that rank sent them; the ranks compare what they make of them."""
+    mesh: Any = spec.mesh
+    if mesh.size() > 1 and not is_traced(whole):
+        if src_data_rank is not None and whole.device.type != "meta":
+            return broadcast_whole(whole, spec, src_data_rank, requires_grad=requires_grad), True
+        agree_on_layout(spec, "distribute_tensor")
+    return whole, False
+
+
+class _FirstsValues(torch.autograd.Function):
+    """A whole tensor with the values of one rank. Its derivatives are this rank's: they are the same on every rank."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, mesh: Any, layout: tuple[Placement, ...], src_data_rank: int | None) -> Any:
+        spec = TensorSpec(mesh, layout, unexpanded(TensorMeta.of(tensor)))
+        meet(mesh)
+        return _sent(tensor.detach(), spec, src_data_rank, False)[0].clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004  # torch's signature
+        ctx.how = inputs[1:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor | None) -> Any:
+        return grad, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *_how: None) -> Any:
+        if tangent is None:
+            return None
+        mesh, layout, src_data_rank = ctx.how
+        if are_transforms_active():
+            return _FirstsValues.apply(tangent, *ctx.how)  # type: ignore[no-untyped-call]
+        return in_batches(
+            lambda inside, n: _FirstsValues.apply(inside, mesh, moved(layout, 0, n), src_data_rank),  # type: ignore[no-untyped-call]
+            tangent,
+        )
+
+    @staticmethod
+    def vmap(_info: Any, in_dims: Any, tensor: torch.Tensor, mesh: Any, layout: Any, src_data_rank: int | None) -> Any:
+        tensor = tensor.movedim(in_dims[0], 0)
+        return _FirstsValues.apply(tensor, mesh, moved(layout, 0), src_data_rank), 0  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.transforms import below_transforms, is_drawn_by_vmap
 from shardwise.rng.generator import next_draw
 from shardwise.rng.sampling import Draw, Region
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -90,6 +91,26 @@ def _make(
     placements: Sequence[Placement] | None,
     values: _Values | None = None,
     requires_grad: bool = False,
+) -> MeshTensor:
+    if values is not None and is_drawn_by_vmap():
+        raise LayoutError(
+            asked="make a MeshTensor of random numbers in a function that vmap goes over",
+            found="all of its calls would get the same numbers",
+            do='Make it outside and pass it in, or say vmap(..., randomness="same").',
+        )
+    with below_transforms():
+        return _made(make, size, dtype, layout, device_mesh, placements, values, requires_grad)
+
+
+def _made(
+    make: Callable[..., torch.Tensor],
+    size: Sequence[int],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    values: _Values | None,
+    requires_grad: bool,
 ) -> MeshTensor:
     """A MeshTensor of the values of ``make(size, dtype=, device=)``. Only random factories pass ``values``."""
     asked = "make a MeshTensor"

@@ -19,7 +19,9 @@ from shardwise.kernel.world import PerWorld
 from shardwise.private_torch import trees as pytree
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced
+from shardwise.private_torch.transforms import are_transforms_active, below_transforms, is_wrapped
 from shardwise.tensor import autograd
+from shardwise.tensor.batched import is_on_mesh
 from shardwise.tensor.local_gradients import counted, dual, in_sums, refuse_without_gradient, same_work
 from shardwise.tensor.local_places import layout_of_leaf, layouts_in, mesh_dims, normal, of_arguments, spread
 from shardwise.tensor.local_results import Agreed, agree, fault_of
@@ -135,7 +137,9 @@ class LocalFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with this rank's parts."""
         leaves, tree = _flattened(args, kwargs)
-        placed = [leaf for leaf in leaves if isinstance(leaf, MeshTensor)]
+        is_compiled = torch.compiler.is_compiling()
+        transformed = not is_compiled and are_transforms_active()
+        placed = [leaf for leaf in leaves if isinstance(leaf, MeshTensor) or (transformed and is_on_mesh(leaf))]
         if not placed:
             return self.fn(*args, **kwargs)
         mesh = self.mesh if self.mesh is not None else placed[0].device_mesh
@@ -147,7 +151,7 @@ class LocalFunction:
                     do="Bring them to one mesh first: full_tensor(), then distribute_tensor().",
                 )
         key = None
-        if not (torch.compiler.is_compiling() or any(isinstance(t, torch.Tensor) and is_traced(t) for t in leaves)):
+        if not (is_compiled or any(isinstance(t, torch.Tensor) and is_traced(t) for t in leaves)):
             key = (tree, torch.is_grad_enabled(), *map(_kind, leaves))
         known = None if key is None or tree is None else self._borders.now().get(key)
         if known is None:
@@ -184,7 +188,9 @@ class LocalFunction:
                     expected=layout,
                 )
             tensor = tensor.redistribute(placements=layout)
-        if not (torch.is_grad_enabled() and tensor.requires_grad):
+        # What a transform's tensor requires, those in it may not say.
+        is_transformed = type(tensor) is torch.Tensor
+        if not (is_transformed or (torch.is_grad_enabled() and tensor.requires_grad)):
             return tensor.to_local()
         refuse_without_gradient(self.name, f"argument {name}", layout)
         return autograd.enter(tensor, crossing.grad, crossing.again, crossing.weight)
@@ -206,7 +212,7 @@ class LocalFunction:
         outcome = self._outcome(result, flat, border, mesh, key)
         beside = []
         if torch.is_grad_enabled() and len(border.same) < mesh.ndim:
-            beside = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
+            beside = [t for t in parts if isinstance(t, torch.Tensor) and (t.requires_grad or _is_transformed(t))]
         for i, (part, (crossing, shape, has_gradient)) in enumerate(zip(flat, outcome, strict=True)):
             if crossing is None:
                 continue
@@ -247,7 +253,8 @@ class LocalFunction:
                 raise LocalResultError(asked=asked, found=fault, do=do)
             agreed = [Agreed(None, isinstance(t, torch.Tensor) and t.requires_grad) for t in flat]
         else:
-            agreed = agree(self.name, mesh, list(zip(flat, layouts, strict=True)), fault, do)
+            with below_transforms():
+                agreed = agree(self.name, mesh, list(zip(flat, layouts, strict=True)), fault, do)
         outcome = [
             (
                 None if layout is None else _crossing(layout, border.same, mesh.shape),
@@ -295,11 +302,19 @@ def _kind(leaf: Any) -> Any:
     """What of an argument may decide the shapes of results, the same on every rank."""
     if isinstance(leaf, MeshTensor):
         return leaf.spec, leaf.requires_grad
+    if _is_transformed(leaf) and is_on_mesh(leaf):
+        return leaf.spec, leaf.requires_grad, "transformed"
     return type(leaf), (repr(leaf) if isinstance(leaf, (int, float, complex, str, torch.dtype, type(None))) else "")
 
 
 def _placements(leaf: Any, _entry: Any) -> Layout | None:
-    return leaf.placements if isinstance(leaf, MeshTensor) else None
+    if isinstance(leaf, MeshTensor) or (_is_transformed(leaf) and is_on_mesh(leaf)):
+        return leaf.placements  # type: ignore[no-any-return]
+    return None
+
+
+def _is_transformed(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not torch.compiler.is_compiling() and is_wrapped(leaf)
 
 
 @traceable

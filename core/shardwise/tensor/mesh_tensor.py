@@ -6,6 +6,8 @@ import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -21,7 +23,7 @@ from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError, ShardingError
 from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, refuse_argument
-from shardwise.kernel.dispatcher import dispatch, rules_version
+from shardwise.kernel.dispatcher import answer, dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
 from shardwise.kernel.places import Places
@@ -41,12 +43,15 @@ from shardwise.private_torch.dispatch import (
 )
 from shardwise.private_torch.sizes import make_known, write_formulas
 from shardwise.private_torch.tracing import (
+    fold_no_collectives,
     is_compiled_now,
     is_traced,
     record_constants,
     take_plain_tangents,
 )
+from shardwise.private_torch.transforms import ASKS_OF_TANGENTS, give_attributes
 from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
+from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
@@ -185,7 +190,7 @@ class MeshTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, by communication."""
-        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
+        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
     def redistribute(
@@ -208,11 +213,11 @@ class MeshTensor(torch.Tensor):
         The tensor is sent, and returned, in ``forward_dtype``, and its gradient is sent in ``backward_dtype``
         (defaults: the dtypes that they have). The gradient that arrives at this tensor has this tensor's dtype.
         """
-        if device_mesh is not None and device_mesh is not self._spec.mesh and device_mesh != self._spec.mesh:
-            check_mesh(f"redistribute {self._spec}", device_mesh)
+        if device_mesh is not None and device_mesh is not self.device_mesh and device_mesh != self.device_mesh:
+            check_mesh(f"redistribute {self.spec}", device_mesh)
             raise MeshMismatchError(
-                asked=f"redistribute {self._spec} to {device_mesh}",
-                found=f"it lies on {self._spec.mesh}",
+                asked=f"redistribute {self.spec} to {device_mesh}",
+                found=f"it lies on {self.device_mesh}",
                 do="Take full_tensor() and distribute_tensor it on the other mesh.",
             )
         asked = "redistribute a MeshTensor"
@@ -508,11 +513,22 @@ hide_items(MeshTensor)
 leave_out_of_graphs(MeshTensor.__torch_dispatch__)
 leave_out_of_graphs(MeshTensor.__tensor_flatten__)
 leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
-record_constants(MeshTensor, autograd.refuse_as_constant)
+record_constants(MeshTensor, autograd.join_in_graph)
+fold_no_collectives()
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
 write_formulas()
 raise_as_they_are(ShardingError)
+answer(ASKS_OF_TANGENTS, lie_alike)
+give_attributes(
+    MeshTensor,
+    {
+        "spec": spec_of,
+        "placements": lambda tensor: spec_of(tensor).placements,
+        "device_mesh": lambda tensor: spec_of(tensor).mesh,
+        **{name: partial(MethodType, vars(MeshTensor)[name]) for name in ("redistribute", "to_local", "full_tensor")},
+    },
+)
 start(MeshTensor, PlanningEngine(MeshTensor))

@@ -6,6 +6,7 @@ calls use them. These become single calls in dynamo's graph, and AOTAutograd run
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -16,6 +17,8 @@ from shardwise.comm.rank_failures import tell
 from shardwise.private_torch.tracing import graph_calls
 
 __all__ = ["traceable"]
+
+_ALLOWS = "shardwise.tensor.allow_in_graph"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +40,8 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
 
     _take_name(told, function)
     graph_calls.append(told)
+    if _ALLOWS in sys.modules:  # something was compiled before this function's module was imported
+        torch.compiler.allow_in_graph(told)  # type: ignore[no-untyped-call]
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
