@@ -12,32 +12,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardwise.comm import origins
-from shardwise.comm.agreement import check_agreement
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
-from shardwise.comm.layout_agreement import agree_on_layout
-from shardwise.comm.meeting import meet
 from shardwise.comm.redistribute import route, runner
 from shardwise.comm.run_step import StepRunner
 from shardwise.engine.judging import judge_move
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
-from shardwise.errors import DeviceMismatchError, LayoutError, LocalGradientError, TracingError
-from shardwise.kernel.arguments import check_flag, check_mesh, check_sizes, check_tensor
+from shardwise.errors import LayoutError, LocalGradientError, TracingError
+from shardwise.kernel.arguments import check_flag, check_mesh, check_tensor
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.kept_moves import leave_out
-from shardwise.kernel.local_strides import alias, in_order, other_layout
+from shardwise.kernel.local_strides import alias, in_order
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.places import Places, per_mesh_dim
-from shardwise.kernel.plurals import counted
 from shardwise.kernel.recording import recording
 from shardwise.kernel.reductions import LINEAR
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import base_of, memory_of, with_memory
 from shardwise.private_torch.distributed import current_mesh
@@ -46,7 +40,6 @@ from shardwise.private_torch.tracing import (
     is_recorded,
     is_recorded_constant,
     is_recorded_whole,
-    is_traced,
     record_call,
 )
 from shardwise.private_torch.transforms import (
@@ -60,20 +53,21 @@ from shardwise.private_torch.transforms import (
     is_wrapped,
 )
 from shardwise.tensor.batched import batched_spec, in_batches, is_on_mesh, moved, spec_of
+from shardwise.tensor.local_parts import agree_on_part, check_device, refuse_dtensor, spec_of_part
 from shardwise.tensor.names import name_of
 from shardwise.tensor.recorded import RecordedCall
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
 __all__ = [
-    "enter",
     "from_local",
     "grad_layout",
+    "join",
     "join_in_graph",
-    "leave",
     "on_mesh",
     "redistribute",
     "reduce_later",
+    "split",
     "to_local",
 ]
 
@@ -278,9 +272,9 @@ class _ToLocal(torch.autograd.Function):
         meta = TensorMeta.contiguous(spec.shape, grad.dtype)
         mesh: Any = spec.mesh
         check_device(grad, mesh)
-        part = _spec_of_local(grad, mesh, ctx.grad, meta.shape, meta.stride)
+        part = spec_of_part(grad, mesh, ctx.grad, meta.shape, meta.stride)
         again = grad_layout(ctx.grad) if ctx.again is None else ctx.again
-        return _join(grad, part, again, ctx.again and ctx.grad), None, None
+        return join(grad, part, again, ctx.again and ctx.grad), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, _grad: None, _again: None = None) -> Any:
@@ -288,7 +282,7 @@ class _ToLocal(torch.autograd.Function):
             return None
         _refuse_tangent("take the local part of", ctx.spec)
         tangent = redistribute(on_mesh(tangent, ctx.spec, "take the local part of a tangent"), ctx.spec.placements)
-        return _split(tangent, ctx.grad, ctx.again)
+        return split(tangent, ctx.grad, ctx.again)
 
 
 def _keep_to_split(ctx: Any, tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...] | None) -> None:
@@ -313,10 +307,10 @@ class _ToLocalTransformed(_ToLocal):
             whole = [REPLICATE if shard_dim(p) == hidden else p for p in spec.placements]
             judge_move("take the local part of what vmap goes over", "the tensor", spec, whole)
             tensor = redistribute(tensor, whole)
-        return _split(tensor, moved(grad, hidden), again and moved(again, hidden)), hidden
+        return split(tensor, moved(grad, hidden), again and moved(again, hidden)), hidden
 
 
-def _split(tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...] | None = None) -> torch.Tensor:
+def split(tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...] | None = None) -> torch.Tensor:
     """The part of a MeshTensor, or of a transform's around one, on this rank."""
     if are_transforms_active():
         if not isinstance(tensor, tensor_class()):
@@ -324,7 +318,7 @@ def _split(tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...
         with below_transforms():
             return _ToLocal.apply(tensor, grad, again)  # type: ignore[no-any-return, no-untyped-call]
     if type(tensor) is torch.Tensor:
-        return in_batches(lambda inside, n: _split(inside, moved(grad, 0, n), again and moved(again, 0, n)), tensor)
+        return in_batches(lambda inside, n: split(inside, moved(grad, 0, n), again and moved(again, 0, n)), tensor)
     return _ToLocal.apply(tensor, grad, again)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -343,7 +337,7 @@ def _refuse_tangent(asked: str, spec: TensorSpec) -> None:
 def _part(tensor: Any) -> torch.Tensor:
     """A new tensor over the local memory."""
     if recording_mode() is not None and is_recorded_whole(tensor):
-        call = RecordedCall("split", _split, grad_layout(tensor._spec.placements))
+        call = RecordedCall("split", split, grad_layout(tensor._spec.placements))
         return record_call(call, tensor, lambda: _part_now(tensor).detach())
     return _part_now(tensor)
 
@@ -369,7 +363,7 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
         if isinstance(tensor, tensor_class()):
             with below_transforms():
                 return to_local(tensor, grad_placements)
-        return _split(tensor, _checked_grad_layout(grad_placements, spec_of(tensor)))
+        return split(tensor, _checked_grad_layout(grad_placements, spec_of(tensor)))
     if recording.recorder is not None:
         recording.recorder.read(tensor)
     if tensor._spec.is_copy:
@@ -389,7 +383,7 @@ def join_in_graph(tensor: Any) -> tuple[torch.Tensor, RecordedCall]:
             found="its sizes are symbols, and the graph would keep those of the trace",
             do='Use torch.compile, or tracing_mode="real" or "fake", or return to_local().',
         )
-    return tensor._local_tensor, RecordedCall("join", _join, spec, grad_layout(spec.placements))
+    return tensor._local_tensor, RecordedCall("join", join, spec, grad_layout(spec.placements))
 
 
 class _FromLocal(torch.autograd.Function):
@@ -417,15 +411,15 @@ class _FromLocal(torch.autograd.Function):
         if ctx.again is None and isinstance(grad, tensor_class()):
             return to_local(grad, None), *others
         if ctx.again is None:
-            return _split(grad, grad_layout(ctx.grad)), *others
-        return _split(grad, ctx.again, ctx.grad), *others
+            return split(grad, grad_layout(ctx.grad)), *others
+        return split(grad, ctx.again, ctx.grad), *others
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_beside: Any) -> Any:
         if tangent is None:
             return None
         _refuse_tangent("take this rank's part of", ctx.spec)
-        return _join(tangent, ctx.spec, ctx.grad, ctx.again)
+        return join(tangent, ctx.spec, ctx.grad, ctx.again)
 
 
 def _keep_to_join(ctx: Any, *values: Any) -> None:
@@ -457,12 +451,12 @@ class _FromLocalTransformed(_FromLocal):
     ) -> Any:
         hidden = in_dims[0]
         if hidden is None:  # what lies beside it is batched
-            return _join(local, spec, grad, again), None
+            return join(local, spec, grad, again), None
         local, spec = local.movedim(hidden, 0), batched_spec(spec, [info.batch_size])
-        return _join(local, spec, moved(grad, 0), again and moved(again, 0), *beside), 0
+        return join(local, spec, moved(grad, 0), again and moved(again, 0), *beside), 0
 
 
-def _join(
+def join(
     part: torch.Tensor,
     spec: TensorSpec,
     grad: tuple[Placement, ...],
@@ -508,207 +502,9 @@ def from_local(
     check_flag(asked, run_check, "run_check")
     check_device(local, mesh)
     layout = (REPLICATE,) * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
-    spec = _spec_of_local(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
-    _agree_on_local(local, spec, "from_local", "shape" if shape is None else "", run_check)
-    return _join(local, spec, _checked_grad_layout(grad_placements, spec))
-
-
-def _agree_on_local(local: torch.Tensor, spec: TensorSpec, call: str, argument: str, run_check: bool = False) -> None:
-    """Compare between the ranks what they make of their parts; see :func:`agree_on_layout` for ``argument``."""
-    if are_transforms_active():
-        with below_transforms():
-            _agree_on_local(held(local)[0], spec, call, argument, run_check)
-        return
-    meet(spec.mesh)
-    if run_check:  # compares the layout too, also where this rank knows it and another does not
-        check_agreement(local, spec)
-    elif not is_traced(local):
-        agree_on_layout(spec, call, argument)
-
-
-def refuse_dtensor(tensor: Any, asked: str) -> None:
-    """Raise :class:`LayoutError` for a DTensor: it has a layout of its own already."""
-    if isinstance(tensor, DTensor):
-        raise LayoutError(
-            asked=asked,
-            found=f"it is a DTensor {tuple(tensor.shape)} {show_all(tensor.placements)}",
-            do="Take it over with its layout: MeshTensor.from_local(t.to_local(), t.device_mesh, t.placements, "
-            "shape=t.shape, stride=t.stride()), or shardwise_dtensor.from_dtensor(t).",
-        )
-
-
-# -- the border of a local function: see shardwise.tensor.local_gradients --------------------------------------------
-
-
-@traceable
-def enter(tensor: Any, grad: Sequence[Placement], again: Sequence[Placement], factor: int) -> torch.Tensor:
-    """The part of this rank. Its gradients lie as ``grad`` says, ``factor`` times, and theirs as ``again`` says.
-
-    A rank on which nothing uses the part has zeros as gradient where other ranks have one.
-    """
-    if isinstance(tensor, tensor_class()):
-        if recording.recorder is not None:
-            recording.recorder.read(tensor)
-        if tensor._spec.is_copy:
-            fresh(tensor._local_tensor)
-    part = _split(tensor, tuple(grad), tuple(again))
-    return part if factor == 1 else _times(part, float(factor))
-
-
-@traceable
-def leave(
-    part: torch.Tensor,
-    mesh: Any,
-    placements: Sequence[Placement],
-    shape: Sequence[int] | None,
-    grad: Sequence[Placement],
-    again: Sequence[Placement],
-    factor: int,
-    beside: Sequence[torch.Tensor],
-) -> Any:
-    """A MeshTensor of which this rank has computed a part. The parts of its gradient lie as ``grad`` says, divided by
-    ``factor``, and theirs as ``again`` says. A backward pass through it reaches ``beside`` too, on every rank.
-    """
-    check_device(part, mesh)
-    spec = _spec_of_local(part, mesh, check_placements(placements, mesh.ndim, part.ndim), shape, None)
-    _agree_on_local(part, spec, "local", "shapes" if shape is None else "")
-    if factor != 1:
-        part = _times(part, 1 / factor)
-    grad, again = (check_placements(layout, mesh.ndim, part.ndim) for layout in (grad, again))
-    return _join(part, spec, grad, again, *beside)
-
-
-class _Times(torch.autograd.Function):
-    """The same values; their gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.factor, None
-
-
-class _TimesTransformed(_Times):
-    """The same where ``torch.func`` or forward mode differentiates: a copy, as a view asks for views of tangents, and
-    autograd's ``vmap`` has none.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: torch.Tensor, _factor: float) -> torch.Tensor:  # type: ignore[override]  # as above
-        return tensor.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.factor = inputs[1]
-
-    @staticmethod
-    def jvp(_ctx: Any, tangent: torch.Tensor, _factor: None) -> torch.Tensor:
-        return tangent.clone()
-
-
-def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    function = _TimesTransformed if are_transforms_active() or has_tangent(tensor) else _Times
-    return function.apply(tensor, factor)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Check that a tensor is dense and is on the device type of its mesh or on the meta device."""
-    if layout := other_layout(tensor):
-        raise LayoutError(
-            asked="put a tensor" + ("" if tensor.is_nested else f" of shape {tuple(tensor.shape)}") + " on a mesh",
-            found=f"its layout is {layout}, and placements say how dense memory is divided",
-            do="Distribute a dense tensor (to_dense(), to_padded_tensor(0), dequantize()), or keep this one on each "
-            "rank and use it with to_local().",
-            layout=layout,
-        )
-    if tensor.device.type in (mesh.device_type, "meta"):
-        return
-    raise DeviceMismatchError(
-        asked=f"put a tensor of shape {tuple(tensor.shape)} on a {mesh.device_type} mesh",
-        found=f"it lies on {tensor.device}",
-        do=f"Move it first: tensor.to({mesh.device_type!r}).",
-        device=str(tensor.device),
-        mesh_device=mesh.device_type,
-    )
-
-
-def _spec_of_local(
-    local: torch.Tensor,
-    mesh: Any,
-    placements: tuple[Placement, ...],
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-) -> TensorSpec:
-    if shape is not None:
-        _check_numbers(local, "shape", shape, tuple(local.shape))
-    if stride is not None:
-        _check_numbers(local, "stride", stride, local.stride())
-    if shape is not None:
-        sizes, strides = list(shape), list(TensorMeta.contiguous(shape, local.dtype).stride)
-    else:
-        # The global sizes and strides if every rank's part has the shape of this local tensor.
-        sizes, strides = list(local.shape), list(local.stride())
-        for mesh_dim, placement in enumerate(placements):
-            if (d := shard_dim(placement)) is not None:
-                n = mesh.size(mesh_dim)
-                strides = [s * n if i != d and s >= strides[d] else s for i, s in enumerate(strides)]
-                sizes[d] *= n
-    meta = TensorMeta(torch.Size(sizes), tuple(strides if stride is None else stride), local.dtype)
-    if stride is not None:
-        meta = unexpanded(meta)
-    spec = TensorSpec(mesh, placements, meta)
-    if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape():
-        found, do = _misfit(tuple(local.shape), spec, is_given=shape is not None)
-        raise LayoutError(
-            asked=f"take a local tensor of shape {tuple(local.shape)} as this rank's part of {spec}",
-            found=f"this rank's part has shape {spec.local_shape()}{found}",
-            do=do,
-            local_shape=tuple(local.shape),
-            expected=spec.local_shape(),
-        )
-    return spec
-
-
-def _check_numbers(local: torch.Tensor, name: str, given: Sequence[int], example: tuple[int, ...]) -> None:
-    """Raise unless these are numbers from 0 on, one for each dim of a local tensor."""
-    asked = f"take a local tensor of shape {tuple(local.shape)} as this rank's part"
-    check_sizes(asked, given, name, f"{name}={example}")
-    if len(given) != local.ndim:
-        raise LayoutError(
-            asked=asked,
-            found=f"the {name}= {tuple(given)} has {counted(len(given), 'number')}, and the part "
-            f"{counted(local.ndim, 'dim')}",
-            do=f"Give one number for each dim of the whole tensor, or leave {name}= out.",
-        )
-
-
-def _misfit(local: tuple[int, ...], spec: TensorSpec, *, is_given: bool) -> tuple[str, str]:
-    """Why a local tensor is not this rank's part, and what to do."""
-    if not is_given:
-        return "", "Pass the global shape= (uneven shards need it), or placements that fit."
-    whole = tuple(spec.shape)
-    if whole == local:
-        return (
-            ": the shape= that was passed is that of the local tensor itself, and it is to be that of the whole",
-            "Pass the shape of the whole tensor, or leave shape= out where the parts of all ranks have one shape.",
-        )
-    sharded = {shard_dim(placement) for placement in spec.placements}
-    expected = spec.local_shape()
-    for d in range(len(local)):
-        if local[d] != expected[d] and d not in sharded:
-            return (
-                f": no mesh dim shards dim {d}, and shape= says that the whole tensor has {whole[d]} there",
-                f"Correct shape=, or shard dim {d} in the placements.",
-            )
-    return (
-        f": shape= {whole} is divided as torch.chunk does it, the larger parts first",
-        "Correct shape= or the placements, or cut the parts in that way; distribute_tensor does it for a whole tensor.",
-    )
+    spec = spec_of_part(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
+    agree_on_part(local, spec, "from_local", "shape" if shape is None else "", run_check)
+    return join(local, spec, _checked_grad_layout(grad_placements, spec))
 
 
 # -- at the border of a compiled graph ---------------------------------------------------------------------------
@@ -747,7 +543,7 @@ def on_mesh(grad: Any, spec: TensorSpec, asked: str, *, compare: bool = True) ->
         is_accepted = grad.shape == spec.shape and accept(inside, spec.mesh, asked, compare=compare)
     if is_accepted and inside is not grad:
         whole_spec = TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad))
-        return _join(grad, whole_spec, whole_spec.placements)
+        return join(grad, whole_spec, whole_spec.placements)
     if is_accepted:
         whole = with_memory(grad)
         return wrap(whole, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(whole)))

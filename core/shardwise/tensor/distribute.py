@@ -27,8 +27,8 @@ from shardwise.private_torch.transforms import (
     is_differentiated_by_torch,
     is_wrapped,
 )
-from shardwise.tensor.autograd import check_device, refuse_dtensor
 from shardwise.tensor.batched import in_batches, is_on_mesh, moved
+from shardwise.tensor.local_parts import check_device, refuse_dtensor
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.placed import note_placed
 from shardwise.tensor.shards import scatter_local

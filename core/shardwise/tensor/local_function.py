@@ -20,7 +20,7 @@ from shardwise.private_torch import trees as pytree
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced
 from shardwise.private_torch.transforms import are_transforms_active, below_transforms, is_wrapped
-from shardwise.tensor import autograd
+from shardwise.tensor import local_border
 from shardwise.tensor.batched import is_on_mesh
 from shardwise.tensor.local_gradients import counted, dual, in_sums, refuse_without_gradient, same_work
 from shardwise.tensor.local_places import layout_of_leaf, layouts_in, mesh_dims, normal, of_arguments, spread
@@ -193,7 +193,7 @@ class LocalFunction:
         if not (is_transformed or (torch.is_grad_enabled() and tensor.requires_grad)):
             return tensor.to_local()
         refuse_without_gradient(self.name, f"argument {name}", layout)
-        return autograd.enter(tensor, crossing.grad, crossing.again, crossing.weight)
+        return local_border.enter(tensor, crossing.grad, crossing.again, crossing.weight)
 
     def _refuse_uneven(self, leaves: Sequence[Any], layouts: Sequence[Layout | None], sizes: Sequence[int]) -> None:
         """Raise :class:`TracingError` where the shapes of results cannot be told from this rank's parts."""
@@ -219,7 +219,7 @@ class LocalFunction:
             if has_gradient:
                 refuse_without_gradient(self.name, f"result {i}", crossing.layout)
             reached = beside if has_gradient and (part.dtype.is_floating_point or part.dtype.is_complex) else []
-            flat[i] = autograd.leave(
+            flat[i] = local_border.leave(
                 part, mesh, crossing.layout, shape, crossing.grad, crossing.again, crossing.weight, reached
             )
             if self.check:

@@ -38,9 +38,9 @@ from shardwise.kernel.placements import Placement
 from shardwise.kernel.places import Places
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.program.step_plan import StepPlan, read_plan
-from shardwise.tensor.autograd import refuse_dtensor
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.loaded_state import place_assigned
+from shardwise.tensor.local_parts import refuse_dtensor
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward
