@@ -23,6 +23,9 @@ os.environ["SHARDWISE_LINKS"] = "off"
 # Nor must the server that runs them: where CI is set, `shardwise lock` writes nothing. The tests of that set it.
 os.environ.pop("CI", None)
 
+# Nor must the width of a terminal, which workers of pytest-xdist are given: in a pipe tables would be as wide.
+os.environ.pop("COLUMNS", None)
+
 # Tests start many processes, each of which would compile the whole tree where byte code must not be kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
