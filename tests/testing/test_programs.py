@@ -152,6 +152,19 @@ def test_what_rounding_blows_up_is_not_wrong(pool):
     assert not check_program(Program((4,), lines), pool).wrong
 
 
+def test_a_kernel_that_rounds_more_than_the_ranks_do_is_no_reference(pool):
+    """Torch's batch norm of bfloat16 on a CPU rounds within; over a sharded batch ours is what float64 gives."""
+    near = torch.tensor([1.0859, 1.0859, 1.0859, 1.1172, 1.0938, 1.0859, 1.1094, 1.1094]).to(torch.bfloat16)[:, None]
+    norm = "aten._native_batch_norm_legit.no_stats"
+    lines = (Leaf(0, near, (Shard(0),)), Call((1, 2, 3), norm, (Value(0), None, None, True, 0.1, 1e-5)))
+    exact = torch.nn.functional.batch_norm(near.double(), None, None, training=True)
+    alone = torch.nn.functional.batch_norm(near, None, None, training=True)
+    assert not torch.allclose(alone.double(), exact, rtol=0, atol=0.1)
+    verdict = check_program(Program((4,), lines), pool)
+    assert not verdict.wrong, verdict.wrong
+    assert verdict.counts["unsteady"] == 1
+
+
 @pytest.mark.parametrize("kind", ["sum", "avg"])
 def test_partial_leaves_have_exactly_their_value(pool, kind):
     # What compares bits, or jumps, says so of a value that the parts only nearly have.
