@@ -155,9 +155,9 @@ def local_that_does_not_fit():
     return [], lambda: MeshTensor.from_local(torch.ones(3, 3), mesh((4,)), [Shard(0)], shape=(4, 3))
 
 
-def numpy_of_a_part():
+def dlpack_of_a_part():
     x = on([Shard(0)], 4, 3)
-    return [x], x.numpy
+    return [x], x.__dlpack__
 
 
 def pattern_without_a_parameter():
@@ -253,7 +253,7 @@ CASES = [
     (fused_of_unequal_length, errors.ListLengthError, "grads: 1"),
     (plain_tensor, errors.PlainTensorError, "'other' is a Tensor of shape (4, 3)"),
     (local_that_does_not_fit, errors.LayoutError, "shape (1, 3)"),
-    (numpy_of_a_part, errors.LayoutError, "full_tensor().numpy()"),
+    (dlpack_of_a_part, errors.LayoutError, "full_tensor()"),
     (pattern_without_a_parameter, errors.PlacementError, "'weights'"),
     (mesh_dim_without_a_name, errors.PlacementCountError, "'tp'"),
 ]

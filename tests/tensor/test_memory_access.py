@@ -85,6 +85,31 @@ def _shares(value, x):
     assert value.to_local().is_shared()
 
 
+def _saved_by_numpy(x):
+    buffer = io.BytesIO()
+    np.save(buffer, x)
+    return np.load(io.BytesIO(buffer.getvalue()))
+
+
+def _is_whole(value, x):
+    assert type(value) is np.ndarray
+    assert value.dtype == np.float32
+    assert value.tolist() == whole(4, 4).tolist()
+    equal(x, whole(4, 4))
+
+
+def _is_read_only(value, x):
+    _is_whole(value, x)
+    with pytest.raises(ValueError, match="read-only"):
+        value[0] = 0
+
+
+def _is_written_apart(value, x):
+    _is_whole(value, x)
+    value[0] = 0
+    equal(x, whole(4, 4))
+
+
 def _equals(expected):
     def check(value, x):
         assert value == expected
@@ -100,12 +125,17 @@ WAYS = {
     "torch.utils.dlpack.to_dlpack": (torch.utils.dlpack.to_dlpack, LayoutError),
     "__dlpack__": (lambda x: x.__dlpack__(), LayoutError),
     "__dlpack_c_exchange_api__": (lambda x: type(x).__dlpack_c_exchange_api__, _equals(None)),
-    "__array__": (lambda x: x.__array__(), LayoutError),
-    "np.asarray": (np.asarray, LayoutError),
-    "np.add": (lambda x: np.add(x, 1), LayoutError),
-    "np.save": (lambda x: np.save(io.BytesIO(), x), LayoutError),
-    "numpy": (lambda x: x.numpy(), LayoutError),
-    "numpy(force=True)": (lambda x: x.numpy(force=True), LayoutError),
+    # NumPy's arrays are copies of the whole, and those that torch would share may not be written.
+    "__array__": (lambda x: x.__array__(), _is_read_only),
+    "np.asarray": (np.asarray, _is_read_only),
+    "np.array": (np.array, _is_written_apart),
+    "np.add": (lambda x: np.add(x, 0), lambda value, _: torch.testing.assert_close(value, whole(4, 4))),
+    "np.save": (_saved_by_numpy, _is_written_apart),
+    "numpy": (lambda x: x.numpy(), _is_read_only),
+    "numpy of a replicated tensor": (lambda x: x.redistribute(placements=[Replicate()]).numpy(), _is_read_only),
+    "numpy(force=True)": (lambda x: x.numpy(force=True), _is_written_apart),
+    "numpy of a parameter": (lambda x: nn.Parameter(x).numpy(), RuntimeError),
+    "numpy(force=True) of a parameter": (lambda x: nn.Parameter(x).numpy(force=True), _is_written_apart),
     "memoryview": (memoryview, TypeError),
     "torch.frombuffer": (lambda x: torch.frombuffer(x, dtype=torch.float32), ValueError),
     "np.frombuffer": (np.frombuffer, TypeError),

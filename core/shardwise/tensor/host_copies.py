@@ -1,7 +1,7 @@
-"""``x.cpu()`` where the mesh has other devices: the whole tensor, plain, on every rank's host.
+"""The whole tensor on every rank's host: ``x.cpu()`` where the mesh has other devices, and ``x.numpy()``.
 
-Programs ask for it to read numbers: for a metric, a log, a file. No part may lie on the host, where a mesh of cards has
-no collectives; so the parts are joined on the devices, and each rank copies the whole, as one device does.
+Programs ask for them to read numbers: for a metric, a log, a file. No part may lie on the host, where a mesh of cards
+has no collectives; so the parts are joined on the devices, and each rank copies the whole, as one device does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.conversion import is_converting
 from shardwise.private_torch.distributed import is_saving_on_host
 
-__all__ = ["cpu", "to"]
+__all__ = ["cpu", "numpy", "to"]
 
 
 def cpu(tensor: Any, *, memory_format: torch.memory_format = torch.preserve_format) -> Any:
@@ -42,6 +42,22 @@ def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.Tensor.to(tensor, *args, **kwargs)
     except DeviceMismatchError as error:
         return _on_host(tensor, error, inspect.currentframe(), torch.Tensor.to, *args, **kwargs)
+
+
+def numpy(tensor: Any, *, force: bool = False) -> Any:
+    """The whole tensor as a NumPy array, by communication where ranks have parts; every rank has to call it.
+
+    Torch's array has the memory of its tensor. This one is a copy, and to write to it is an error of NumPy; with
+    ``force=True`` it may be written. Raises what torch raises for a tensor that requires grad, or is not on a CPU.
+    """
+    if force:
+        tensor = tensor.detach()
+    elif tensor.requires_grad:
+        return torch.empty(0, requires_grad=True).numpy()  # torch's own error
+    judge_move("numpy()", "x", tensor._spec, [Replicate()] * tensor._spec.mesh.ndim)
+    array = tensor.full_tensor().numpy(force=force).copy(order="K")
+    array.flags.writeable = force
+    return array
 
 
 def _on_host(

@@ -374,6 +374,7 @@ class MeshTensor(torch.Tensor):
     # -- devices --
     cpu = host_copies.cpu  # type: ignore[assignment]  # torch annotates its own as positional, and takes none
     to = host_copies.to
+    numpy = host_copies.numpy
 
     # -- memory --
     data = memory_access.data
@@ -385,7 +386,6 @@ class MeshTensor(torch.Tensor):
     record_stream = memory_access.record_stream
     is_set_to = memory_access.is_set_to
     untyped_storage = memory_access.untyped_storage
-    numpy = refusing("turn {} into a NumPy array", "Use full_tensor().numpy() or to_local().numpy().")
     apply_ = refusing(
         "call a Python function for each element of {}",
         "Use torch ops, or to_local().apply_(), which runs on this part.",
