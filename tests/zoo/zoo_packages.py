@@ -19,12 +19,12 @@ def installed() -> list[str]:
 def recipes_of(package: str) -> dict[str, Recipe]:
     """By ``package/name``. Imports the package."""
     if package != "torch":
-        _declare_torchvision()
+        declare_torchvision()
     module = import_module(f"zoo_{package}")
     return {f"{package}/{recipe.name}": recipe for recipe in module.recipes}
 
 
-def _declare_torchvision() -> None:
+def declare_torchvision() -> None:
     """Torchvision cannot be imported without its kernels, which a wheel for another torch cannot load; models run."""
     if find_spec("torchvision") is None or _declared:
         return
