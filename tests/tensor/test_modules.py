@@ -182,10 +182,17 @@ def computed_on_the_mesh():
         assert placed.w.grad.placements == (Shard(0),)
         with pytest.raises(PlacementError, match="already, from an earlier call"):
             sw.distribute_module(placed, on, {"w": [R]})
-    by_hand = nn.Module()
-    by_hand.weight = nn.Parameter(sw.distribute_tensor(torch.ones(4, 4), on, [R]))
-    with pytest.raises(PlacementError, match="already, from an earlier call"):
-        sw.distribute_module(by_hand, on, {"weight": [Shard(1)]})
+    for said in (
+        sw.distribute_tensor(torch.ones(4, 4), on, [R]),
+        sw.distribute_tensor(torch.ones(4, 4), on, [Shard(0)]).redistribute(placements=[R]),
+        MeshTensor.from_local(torch.ones(4, 4), on, [R]),
+        sw.ones(4, 4, device_mesh=on, placements=[R]),
+        sw.rand(4, 4, device_mesh=on, placements=[R]),
+    ):
+        by_hand = nn.Module()
+        by_hand.weight = nn.Parameter(said)
+        with pytest.raises(PlacementError, match="already, from an earlier call"):
+            sw.distribute_module(by_hand, on, {"weight": [Shard(1)]})
 
 
 def test_parameters_that_were_computed_on_the_mesh_are_placed(two_ranks):

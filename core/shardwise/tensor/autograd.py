@@ -55,6 +55,7 @@ from shardwise.private_torch.transforms import (
 from shardwise.tensor.batched import batched_spec, in_batches, is_on_mesh, moved, spec_of
 from shardwise.tensor.local_parts import agree_on_part, check_device, refuse_dtensor, spec_of_part
 from shardwise.tensor.names import name_of
+from shardwise.tensor.placed import note_placed
 from shardwise.tensor.recorded import RecordedCall
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
@@ -237,7 +238,10 @@ def _run_now(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op
     elif async_op and steps.start is not None and not is_recorded(local):
         result = waiting(steps.start(local).keep(tensor, local), target, local.device)
     else:
-        result = wrap(steps.run(local), target)
+        moved_local = steps.run(local)
+        if target.is_replicated and type(moved_local) is torch.Tensor:
+            note_placed(moved_local)
+        result = wrap(moved_local, target)
     origins.derive("redistribute", tensor, result)
     if recording.recorder is not None:
         recording.recorder.redistributed(tensor, result)
@@ -504,6 +508,8 @@ def from_local(
     layout = (REPLICATE,) * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = spec_of_part(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
     agree_on_part(local, spec, "from_local", "shape" if shape is None else "", run_check)
+    if placements is not None and spec.is_replicated and type(local) is torch.Tensor and not are_transforms_active():
+        note_placed(local)
     return join(local, spec, _checked_grad_layout(grad_placements, spec))
 
 

@@ -102,7 +102,7 @@ def _leaf(
     else:
         sharded.requires_grad_(tensor.requires_grad)
     if not is_traced(whole):
-        note_placed(sharded)
+        note_placed(sharded._local_tensor)
     if is_sent:
         origins.start(sharded, mesh)  # only where every rank has come: it counts
     return sharded

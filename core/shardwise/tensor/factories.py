@@ -27,6 +27,7 @@ from shardwise.private_torch.transforms import below_transforms, is_drawn_by_vma
 from shardwise.rng.generator import next_draw
 from shardwise.rng.sampling import Draw, Region
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.placed import note_placed
 from shardwise.tensor.shards import scatter_local
 from shardwise.tensor.traceable import traceable
 
@@ -138,15 +139,19 @@ def _made(
             argument="requires_grad",
         )
     meet(mesh)
+    part = None
     if values is not None:
         agree_on_generator(mesh)
         part = values.part(spec, meta.dtype)
-        if part is not None:
-            return MeshTensor(part, spec, requires_grad)
-    # Torch draws the whole tensor, so that numbers do not depend on the mesh. A partial tensor holds each value once.
-    is_whole = values is not None or bool(spec.reductions)
-    tensor = make(size if is_whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
-    return MeshTensor(scatter_local(tensor, spec) if is_whole else tensor, spec, requires_grad)
+    if part is None:
+        # Torch draws the whole tensor, so that numbers do not depend on the mesh. A partial tensor holds each value
+        # once.
+        is_whole = values is not None or bool(spec.reductions)
+        part = make(size if is_whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
+        part = scatter_local(part, spec) if is_whole else part
+    if placements is not None and type(part) is torch.Tensor:
+        note_placed(part)
+    return MeshTensor(part, spec, requires_grad)
 
 
 def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | None = None) -> Factory:

@@ -271,7 +271,7 @@ def _replace_tensors(
                 places = placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = _placed(tensor, mesh, places, src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
-                note_placed(by_id[id(tensor)])
+                note_placed(by_id[id(tensor)]._local_tensor)
                 if by_id[id(tensor)] is not tensor:
                     replace(tensor, by_id[id(tensor)])
                 name_tensor(by_id[id(tensor)], name)
