@@ -50,6 +50,7 @@ from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitErr
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store, is_reachable
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.gloo_threads import await_rest
 from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.native_ends import at_native_end, leave_native_ends
 from shardwise.rule.lowering import LocalCall
@@ -343,7 +344,8 @@ _ENDING_SECONDS = 2.0  # a question to the store takes a thousandth; one to a st
 
 def _leave(watcher: threading.Thread) -> None:
     """The process ends, and what looks for failures with it: a thread that comes back from the store when Python has
-    ended would abort the process ("terminate called without an active exception").
+    ended would abort the process ("terminate called without an active exception"). So would a thread of gloo that has
+    yet to let go of its last collective.
     """
     if PROCESS.is_ending.is_set():
         return
@@ -352,6 +354,7 @@ def _leave(watcher: threading.Thread) -> None:
     finally:
         if watcher is not threading.current_thread():
             watcher.join(_ENDING_SECONDS)
+        await_rest(_ENDING_SECONDS)
 
 
 def _leave_world() -> None:
