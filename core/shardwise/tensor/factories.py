@@ -93,27 +93,13 @@ def _make(
     values: _Values | None = None,
     requires_grad: bool = False,
 ) -> MeshTensor:
+    """A MeshTensor of the values of ``make(size, dtype=, device=)``. Only random factories pass ``values``."""
     if values is not None and is_drawn_by_vmap():
         raise LayoutError(
             asked="make a MeshTensor of random numbers in a function that vmap goes over",
             found="all of its calls would get the same numbers",
             do='Make it outside and pass it in, or say vmap(..., randomness="same").',
         )
-    with below_transforms():
-        return _made(make, size, dtype, layout, device_mesh, placements, values, requires_grad)
-
-
-def _made(
-    make: Callable[..., torch.Tensor],
-    size: Sequence[int],
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    values: _Values | None,
-    requires_grad: bool,
-) -> MeshTensor:
-    """A MeshTensor of the values of ``make(size, dtype=, device=)``. Only random factories pass ``values``."""
     asked = "make a MeshTensor"
     if not all(isinstance(n, (int, torch.SymInt)) for n in size):
         refuse_argument(asked, "size", size, "Give whole numbers, as in zeros(8, 4) or zeros((8, 4)).")
@@ -138,20 +124,28 @@ def _made(
             do="Give another dtype=, or leave requires_grad out.",
             argument="requires_grad",
         )
-    meet(mesh)
-    part = None
+    with below_transforms():
+        meet(mesh)
+        part = _part(make, spec, dtype, values)
+        if placements is not None and type(part) is torch.Tensor:
+            note_placed(part)
+        return MeshTensor(part, spec, requires_grad)
+
+
+def _part(
+    make: Callable[..., torch.Tensor], spec: TensorSpec, dtype: torch.dtype | None, values: _Values | None
+) -> torch.Tensor:
+    """The part of this rank of what is made."""
     if values is not None:
-        agree_on_generator(mesh)
-        part = values.part(spec, meta.dtype)
-    if part is None:
-        # Torch draws the whole tensor, so that numbers do not depend on the mesh. A partial tensor holds each value
-        # once.
-        is_whole = values is not None or bool(spec.reductions)
-        part = make(size if is_whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
-        part = scatter_local(part, spec) if is_whole else part
-    if placements is not None and type(part) is torch.Tensor:
-        note_placed(part)
-    return MeshTensor(part, spec, requires_grad)
+        agree_on_generator(spec.mesh)
+        part = values.part(spec, spec.dtype)
+        if part is not None:
+            return part
+    # Torch draws the whole tensor, so that numbers do not depend on the mesh. A partial tensor holds each value once.
+    is_whole = values is not None or bool(spec.reductions)
+    size = spec.shape if is_whole else spec.local_shape()
+    made = make(size, dtype=dtype, device=spec.mesh.device_type)
+    return scatter_local(made, spec) if is_whole else made
 
 
 def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | None = None) -> Factory:
