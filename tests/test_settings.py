@@ -80,7 +80,7 @@ def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp
         ("[tool.shardwise\n", "line 1"),
         ("[tool.'shardwise']\nplugins =", "Invalid value"),
         ("[tool.shardwise]\nstrict = [1]", "[1] is neither on nor off"),
-        ("[tool.shardwise]\nlearn = {a = 1}", "is neither on nor off"),
+        ("[tool.shardwise]\nlearn = {a = 1}", "is none of on, off and auto"),
         ("[tool.shardwise]\ncheck-ranks = true\ncheck_ranks = false", "'check-ranks' is set twice, by - and by _"),
         ("[tool.shardwise]\nprefer = {'' = 'acme'}", "does not map ops to plugins"),
         ("[tool]\nshardwise = 3", "is not a table"),

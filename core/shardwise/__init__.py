@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from shardwise import checkpoint, errors, random, testing
     from shardwise.comm.call_comparison import check_ranks
     from shardwise.comm.policy import communication
@@ -154,7 +156,7 @@ def _start() -> None:
     from shardwise.comm import rule_agreement
     from shardwise.tensor import MeshTensor, modules
 
-    modules.at_module.append(_learn_if_asked)
+    modules.at_module.append(_learn_by_itself)
     MeshTensor._repr_html_ = _picture  # type: ignore[attr-defined]  # what notebooks call
     rule_agreement.at_first_use.append(_verify_if_asked)
 
@@ -178,16 +180,14 @@ def _verify_if_asked() -> None:
         verify_if_asked()
 
 
-def _learn_if_asked() -> None:
-    """Learn from a program's first ``distribute_module`` on, where the setting ``learn`` is on."""
+def _learn_by_itself(mesh: "DeviceMesh") -> None:
+    """Learn a program from its first ``distribute_module`` on, as the setting ``learn`` says."""
     from shardwise.settings import read_settings
-    from shardwise.tensor import modules
 
-    modules.at_module.remove(_learn_if_asked)
-    if read_settings().learn:
-        from shardwise.steps.learning import learn
+    if read_settings().learn is not False:
+        from shardwise.steps.automatic import learn_by_itself
 
-        learn()
+        learn_by_itself(mesh)
 
 
 def __dir__() -> list[str]:

@@ -26,8 +26,9 @@ SHARDWISE_KEEP_MOVED       keep-moved          the most bytes of operands that a
                                                op, for the next op that needs them so (unset: 256MiB; 0: none)
 SHARDWISE_COMMUNICATION    communication       what becomes of implicit communication, as in ``forbid over tp above
                                                1MiB``: see ``shardwise.communication`` (unset: it is allowed)
-SHARDWISE_LEARN            learn               on: programs are learned from their first ``distribute_module`` on (see
-                                               ``shardwise.learn``); off (unset): only where they call ``learn``
+SHARDWISE_LEARN            learn               ``auto`` (unset): programs are learned from their first
+                                               ``distribute_module`` on where that is safe and worth it; ``on``: as if
+                                               they called ``shardwise.learn`` there; ``off``: only where they call it
 SHARDWISE_LOCK             lock                the only rules to load: a file that ``shardwise plugins freeze`` wrote; a
                                                path in a pyproject.toml starts at its folder
 ========================== =================== ================================================================
@@ -96,7 +97,7 @@ class Settings:
     verify: float = 0.0
     keep_moved: int = 256 << 20
     communication: tuple[str, ...] = ()
-    learn: bool = False
+    learn: bool | None = None  # None: automatically
     lock: str | None = None
     sources: Mapping[str, str] = field(factory=dict)
     # for each pyproject.toml that may have settings and cannot be read: what is wrong, and what to do
@@ -238,6 +239,15 @@ def _flag(where: str, value: Any) -> bool:
     raise _refusal(where, f"{value!r} is neither on nor off", "Write 1, true, yes or on; or 0, false, no or off.")
 
 
+def _flag_or_auto(where: str, value: Any) -> bool | None:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    try:
+        return _flag(where, value)
+    except SettingsError as error:
+        raise _refusal(where, f"{value!r} is none of on, off and auto", "Write on, off or auto.") from error
+
+
 def _bytes(where: str, value: Any) -> int:
     parts = re.fullmatch(r"\s*(\d+)\s*([KMG]iB|B)?\s*", value) if isinstance(value, str) else None
     if parts is not None:
@@ -362,7 +372,7 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "verify": ("verify", _share, "SHARDWISE_VERIFY"),
     "keep-moved": ("keep_moved", _bytes, "SHARDWISE_KEEP_MOVED"),
     "communication": ("communication", _texts, "SHARDWISE_COMMUNICATION"),
-    "learn": ("learn", _flag, "SHARDWISE_LEARN"),
+    "learn": ("learn", _flag_or_auto, "SHARDWISE_LEARN"),
     "lock": ("lock", _file, "SHARDWISE_LOCK"),
 }
 

@@ -194,15 +194,17 @@ def at_next_dispatch(callback: Callable[[], None]) -> None:
 
 @contextmanager
 def record(recorder: Recorder) -> Iterator[None]:
-    """Tell a recorder of each call of an op with a rule while the context lasts. There is one recorder at a time."""
-    assert recording.recorder is None, "a program is recorded already"
+    """Tell a recorder of each call of an op with a rule while the context lasts. An outer one is told of none of them,
+    as of those of a program that is planned while another one learns.
+    """
+    before = recording.recorder
     _miss_every_call()
     recording.recorder = recorder
     _replace_handlers()
     try:
         yield
     finally:
-        recording.recorder = None
+        recording.recorder = before
         _replace_handlers()
 
 

@@ -34,10 +34,11 @@ class Recorder(Protocol):
 
 
 class _Recording:
-    """The recorder and the checks of this process; the hot path never reads them."""
+    """The recorder and the checks of this process, and what it has compiled; the hot path never reads them."""
 
     recorder: Recorder | None = None
     checks: Callable[[Any, Op], Any] | None = None  # makes a handler that checks the calls of another one
+    has_compiled: bool = False  # whether torch has compiled code for tensors of the tensor class
 
 
 recording = _Recording()

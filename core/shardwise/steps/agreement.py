@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,7 @@ from shardwise.kernel.signature import Kind, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.program.step_graph import Sink, StepGraph
 
-__all__ = ["agree_on_recording"]
+__all__ = ["agree_on_recording", "recording_digest"]
 
 
 def agree_on_recording(graph: StepGraph) -> None:
@@ -52,6 +53,11 @@ def agree_on_recording(graph: StepGraph) -> None:
         do="Make the same calls on every rank in the step that is learned, or run it under shardwise.learn(False).",
         differences=(mine,),
     )
+
+
+def recording_digest(graph: StepGraph) -> str:
+    """A digest of all that the ranks must have recorded alike."""
+    return hashlib.sha256("\n".join(_texts(graph)).encode()).hexdigest()
 
 
 def _texts(graph: StepGraph) -> Iterator[str]:

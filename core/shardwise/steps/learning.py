@@ -31,12 +31,23 @@ from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.recording import Recording
 from shardwise.steps.solving import solve_graph
 
-__all__ = ["Learned", "Learning", "decide_step", "learn"]
+__all__ = [
+    "MOST_ROUNDS",
+    "Learned",
+    "Learning",
+    "decide_step",
+    "decided_by_all",
+    "has_ranks",
+    "is_asked_for",
+    "learn",
+    "running",
+    "start",
+]
 
 _log = logging.getLogger(__name__)
 
 #: The part of calls that may be unknown before the next steps are recorded, and how often that may happen.
-_MANY, _MOST_ROUNDS = 0.05, 8
+_MANY, MOST_ROUNDS = 0.05, 8
 
 _MOST_CALLS = 250_000
 """Calls that are recorded of one step, some 2 KB each. A program that has no optimizer would never end its step."""
@@ -192,7 +203,7 @@ class Learning:
             learned is not None
             and in_force.decisions is learned.decisions
             and unknown - self._accepted > _MANY * len(learned.decisions)
-            and self.rounds < _MOST_ROUNDS
+            and self.rounds < MOST_ROUNDS
         )
 
     def _decide(self, recording: Recording, optimizer: torch.optim.Optimizer) -> None:
@@ -201,46 +212,62 @@ class Learning:
             return
         with outside_modes(), torch.no_grad():
             graph = recording.graph()
-            if _has_ranks(graph):
+            if has_ranks(graph.mesh):
                 agree_on_recording(graph)
-            if self.learned is not None and not self._has_many(len(recording.schemas & in_force.unknown_calls)):
-                # The unknown calls were another step's: a branch that every other step takes, for example.
-                self._known_steps += 1
-                if self._known_steps < _PATIENCE:
-                    self._record()
+            if not self._is_news(recording):
+                self._wait_for_unknown_calls()
                 return
+            limit = self._limit(graph, optimizer)
             try:
-                device = graph.mesh.device_type
-                limit = MemoryLimit.after(optimizer, device, self.memory, is_first=self._is_first_step)
-                learned = _decided_by_all(graph, limit)
+                learned = decided_by_all(graph, limit)
             except (NoPlanError, MemoryPlanError) as error:
                 warn_user(f"{error} The program goes on as before.", UserWarning)
                 return
-            if self.learned is not None:
-                before = self.learned.decisions
-                learned = evolve(learned, decisions=before.updated(learned.decisions))
-                if len(learned.decisions) - len(before) < self._wanted / 2:
-                    # Recording once more would change as little, and each recording makes all plans anew.
-                    self._accepted = self._wanted
-            recording.tag_leaves(learned.decisions.depth)
-            use_decisions(learned.decisions)
+            self._take(learned, recording)
+
+    def _is_news(self, recording: Recording) -> bool:
+        """Whether a recorded step is worth deciding on: the first one, or one with many unknown calls."""
+        return self.learned is None or self._has_many(len(recording.schemas & in_force.unknown_calls))
+
+    def _wait_for_unknown_calls(self) -> None:
+        """Record the next step, too, unless enough of them had no unknown calls.
+
+        These were another step's: a branch that every other step takes, for example.
+        """
+        self._known_steps += 1
+        if self._known_steps < _PATIENCE:
+            self._record()
+
+    def _limit(self, graph: StepGraph, optimizer: torch.optim.Optimizer) -> MemoryLimit | None:
+        device = graph.mesh.device_type
+        return MemoryLimit.after(optimizer, device, self.memory, is_first=self._is_first_step)
+
+    def _take(self, learned: Learned, recording: Recording) -> None:
+        """Run by what was decided for a recorded step."""
+        if self.learned is not None:
+            before = self.learned.decisions
+            learned = evolve(learned, decisions=before.updated(learned.decisions))
+            if len(learned.decisions) - len(before) < self._wanted / 2:
+                # Recording once more would change as little, and each recording makes all plans anew.
+                self._accepted = self._wanted
+        recording.tag_leaves(learned.decisions.depth)
+        use_decisions(learned.decisions)
         self.learned, self._unknown = learned, 0
         self.rounds += 1
         _log.info("learned the program: %s", learned)
 
 
-def _has_ranks(graph: StepGraph) -> bool:
-    """Whether other ranks run the step, too, and can be reached."""
-    mesh: Any = graph.mesh
+def has_ranks(mesh: Any) -> bool:
+    """Whether other ranks run a step on a mesh, too, and can be reached."""
     return isinstance(mesh, DeviceMesh) and mesh.size() > 1 and backend_of(mesh) != "fake"
 
 
-def _decided_by_all(graph: StepGraph, limit: MemoryLimit | None) -> Learned:
+def decided_by_all(graph: StepGraph, limit: MemoryLimit | None) -> Learned:
     """Decide on the first rank of the mesh, within its limit; every rank has its decisions.
 
     Or every rank raises :class:`NoPlanError`, or :class:`MemoryPlanError` where there is none within the limit.
     """
-    if not _has_ranks(graph):
+    if not has_ranks(graph.mesh):
         return decide_step(graph, limit)
     mesh: Any = graph.mesh
     told: dict[str, Any] = {}
@@ -270,7 +297,31 @@ def _decided_by_all(graph: StepGraph, limit: MemoryLimit | None) -> Learned:
     return Learned(Decisions.from_json(told["decisions"]), before, after, calls, torn, seconds)
 
 
-_active: Learning | None = None
+@define
+class _Process:
+    """The learning that is on in this process, and whether the program has said itself whether it wants any."""
+
+    active: Learning | None = None
+    is_asked_for: bool = False
+
+
+_process = _Process()
+
+
+def running() -> Learning | None:
+    """The learning that is on, if any."""
+    return _process.active
+
+
+def is_asked_for() -> bool:
+    """Whether the program has called :func:`learn`, to switch it on or off."""
+    return _process.is_asked_for
+
+
+def start(learning: Learning) -> None:
+    """Have this be the learning that is on."""
+    _process.active = learning
+    learning.start()
 
 
 def learn(enabled: bool = True, *, memory: int | None = None) -> Learning:
@@ -292,13 +343,12 @@ def learn(enabled: bool = True, *, memory: int | None = None) -> Learning:
             found="a limit on memory is a number of bytes above 0",
             do="Give memory=64 * 2**30 for 64 GiB, or leave it out.",
         )
-    global _active  # noqa: PLW0603  # one program runs in a process
     check_flag("learn the steps of a program", enabled, "enabled")
-    if _active is not None:
-        _active.close()
-        _active = None
+    _process.is_asked_for = True
+    if _process.active is not None:
+        _process.active.close()
+        _process.active = None
     learning = Learning(memory)
     if enabled:
-        _active = learning
-        learning.start()
+        start(learning)
     return learning

@@ -76,11 +76,13 @@ them.
 class Recording:
     """The recorder of one step. It keeps leaves alive, and no other tensor.
 
-    A step may have ``most`` calls: at the next one ``on_full`` is called, which ends the recording.
+    A step may have ``most`` calls, and ``before_backward`` calls before the first of a backward pass: at the next one
+    ``on_full`` is called, which ends the recording.
     """
 
     most: int | None = None
     on_full: Callable[[], None] = lambda: None
+    before_backward: int | None = None
     meshes: list[Mesh] = field(factory=list)
     leaves: list[Any] = field(factory=list)
     # What becomes the nodes of the graph: nothing is made of it while the step runs.
@@ -100,6 +102,10 @@ class Recording:
     _token: int = field(factory=lambda: next(_tokens))
     _modules: list[str] = field(factory=list)
     _names: dict[int, str] = field(factory=dict)
+    _limit: int | None = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._limit = self.most if self.before_backward is None else self.before_backward
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -167,7 +173,7 @@ class Recording:
     def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
         """A call that ran by a rule."""
         plan, self.plan = self.plan, None
-        if len(self._calls) == self.most:
+        if len(self._calls) == self._limit:
             self.on_full()
             return
         if plan is None:
@@ -179,6 +185,8 @@ class Recording:
         if written:
             self._written.update(t for i in written if (t := operands[i]) is not None)
         is_backward = in_backward()
+        if is_backward:
+            self._limit = self.most
         # The copy that autograd makes of a gradient is the leaf's: no decision is about it.
         is_open = may_decide and (not is_backward or of.is_view or leaf_to_accumulate() is None)
         number = len(self._calls) if is_open else None

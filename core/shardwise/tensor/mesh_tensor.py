@@ -27,6 +27,7 @@ from shardwise.kernel.dispatcher import answer, dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
 from shardwise.kernel.places import Places
+from shardwise.kernel.recording import recording
 from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -94,6 +95,7 @@ class MeshTensor(torch.Tensor):
         gradients to it, and the policies on communication.
         """
         if is_compiled_now():
+            recording.has_compiled = True
             open_sizes.leave_to_whole(self._local_tensor)
         return ["_local_tensor"], (self._spec.layout, leaf_grads.HAS_GRAD_HOOK in self.__dict__, policies.then)
 

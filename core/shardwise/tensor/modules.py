@@ -53,8 +53,8 @@ __all__ = ["at_module", "distribute_module"]
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 
-at_module: list[Callable[[], None]] = []
-"""Called when a module has been distributed: what stands above this package and wants to know."""
+at_module: list[Callable[[DeviceMesh], None]] = []
+"""Called with the mesh when a module has been distributed: what stands above this package and wants to know."""
 
 
 def distribute_module(
@@ -126,7 +126,7 @@ def distribute_module(
     place_assigned(module)
     enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
     for tell in tuple(at_module):
-        tell()
+        tell(mesh)
     if input_fn is not None:
         before = _with_module(input_fn)
         module.register_forward_pre_hook(lambda m, inputs: before(m, inputs, mesh))

@@ -1,0 +1,232 @@
+"""Learn a program that has not asked for it, from its first ``distribute_module`` on.
+
+It must not stop a program that runs without it. So it raises nothing of its own, and the ranks meet in the store at
+optimizer steps that all of them know: after the steps that are recorded, and after step 1, 2, 4, 8 and so on. They go
+on as one of them can go on: what a rank alone has seen changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.policy import in_force as policies
+from shardwise.comm.rank_failures import all_say
+from shardwise.engine.decided import in_force
+from shardwise.errors import MemoryPlanError, NoPlanError
+from shardwise.kernel.recording import recording as recorded
+from shardwise.kernel.world import world_number
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.modes import outside_modes
+from shardwise.settings import read_settings
+from shardwise.steps.agreement import recording_digest
+from shardwise.steps.learning import (
+    MOST_ROUNDS,
+    Learned,
+    Learning,
+    decided_by_all,
+    has_ranks,
+    is_asked_for,
+    learn,
+    running,
+    start,
+)
+from shardwise.steps.memory_limit import MemoryLimit
+from shardwise.steps.recording import Recording
+from shardwise.tensor.mesh_tensor import MeshTensor
+
+__all__ = ["Automatic", "learn_by_itself"]
+
+_log = logging.getLogger(__name__)
+
+_BEFORE_BACKWARD, _MOST_CALLS = 20_000, 50_000
+"""Calls that are recorded before the first of a backward pass, and in all. A program that does not train has none."""
+
+_TRIES_IN_A_ROW, _MOST_TRIES = 3, 8
+"""Steps that are recorded until one can be learned: the first ones, and then some at which the ranks meet."""
+
+_MOST_MODULES = 8
+"""How often a module that is placed later begins all anew: a program may place one in each step."""
+
+_WORTH = 0.95
+"""What a step by decisions may cost, of one without them. Less is not worth another order of sums."""
+
+
+@define(eq=False, repr=False)
+class Automatic(Learning):
+    """Learning that a program has not asked for."""
+
+    _steps: int = field(default=0, init=False)
+    _tries: int = field(default=0, init=False)
+    _modules: int = field(default=0, init=False)
+    _is_wanted: bool = field(default=True, init=False)
+    """Whether the step that runs is one to be learned, whether or not this rank still records it."""
+    _world: int = field(factory=world_number, init=False)
+
+    def begin_anew(self) -> None:
+        """Another module was placed: what was decided is for another program."""
+        if not self._is_wanted and self._modules < _MOST_MODULES:
+            self._modules += 1
+            self.close()
+            self.learned, self.rounds, self._tries, self._steps = None, 0, 0, 0
+            self.start()
+
+    @property
+    def is_of_this_world(self) -> bool:
+        """Whether the process group is the one in which this began."""
+        return self._world == world_number()
+
+    def resume(self, decisions: Any) -> None:
+        """Run by decisions of an earlier run."""
+        super().resume(decisions)
+        self._is_wanted = False
+
+    def _record(self) -> None:
+        self._is_wanted = True
+        self._recording = Recording(_MOST_CALLS, self._give_up, before_backward=_BEFORE_BACKWARD)
+        self._running.enter_context(self._recording.running())
+
+    def _give_up(self) -> None:
+        # On this rank, perhaps alone: the ranks hear of it when they meet.
+        self._stop_recording()
+        _log.info("too many calls without an optimizer's step: they are not recorded any more")
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super()._step_begins(optimizer)
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        mesh = _mesh_of(optimizer)
+        if torch.compiler.is_compiling() or _is_captured() or not self.is_of_this_world:
+            return
+        if mesh is None:  # the optimizer of a model that is on no mesh, or not on one of all ranks
+            if self._recording is not None:
+                self._running.enter_context(self._recording.running())
+            return
+        self._steps += 1
+        if self._is_wanted:
+            self._is_wanted = False
+            with outside_modes(), torch.no_grad():
+                self._meet(self._stop_recording(), optimizer, mesh)
+        elif self._steps & (self._steps - 1) == 0:
+            if self.learned is None:
+                self._record()
+            elif self.rounds < MOST_ROUNDS:
+                self._ask_for_unknown_calls(mesh)
+
+    def _ask_for_unknown_calls(self, mesh: DeviceMesh) -> None:
+        """Record the next step if a rank has met many calls that the decisions do not know."""
+        unknown = in_force.unknown - self._unknown
+        has_many = self._has_many(unknown)
+        if not _all_say(mesh, "many unknown calls" if has_many else "") or has_many:
+            self._known_steps, self._wanted = 0, unknown
+            self._record()
+
+    def _meet(self, recording: Recording | None, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+        """Decide for a recorded step, if all ranks recorded the same one and each of them can."""
+        reason, said, news, graph, limit = _refusal(recording, mesh, self.learned), "", False, None, None
+        if not reason and recording is not None:
+            try:
+                graph = recording.graph()
+                news, limit = self._is_news(recording), self._limit(graph, optimizer)
+                said = f"{recording_digest(graph)} {news}"
+            except Exception as error:  # noqa: BLE001  # the program has not asked for this, and other ranks wait
+                reason = f"{type(error).__name__}: {error}"
+        is_same = _all_say(mesh, reason or said)
+        if reason or not is_same:
+            self._tries += 1
+            self._tell(reason or "the ranks recorded different calls, or one of them cannot learn it")
+            if self._tries < _TRIES_IN_A_ROW:
+                self._record()
+            elif self._tries == _MOST_TRIES:
+                self.freeze()
+        elif not news:
+            self._wait_for_unknown_calls()
+        else:
+            self._decide_on(recording, graph, limit)
+
+    def _decide_on(self, recording: Any, graph: Any, limit: MemoryLimit | None) -> None:
+        try:
+            learned = decided_by_all(graph, limit)
+        except (NoPlanError, MemoryPlanError) as error:
+            self._tell(str(error))
+            self.freeze()
+            return
+        if self.learned is None and not _is_worth_it(learned):
+            self._tell(f"it would gain little: {learned}")
+            self.freeze()
+            return
+        self._take(learned, recording)
+
+    def _tell(self, why: str) -> None:
+        _log.info("optimizer step %d is not learned: %s", self._steps, why)
+
+
+def _refusal(recording: Recording | None, mesh: DeviceMesh, learned: Learned | None) -> str:
+    """Why a step is not learned, as far as this rank knows; empty if it may be."""
+    if recording is None or not recording.calls:
+        return "no calls were recorded"
+    if recorded.has_compiled:
+        return "it has compiled code, which would be compiled again"
+    if policies.is_on:
+        return "the program has a policy on communication"
+    if in_force.decisions is not None and (learned is None or in_force.decisions is not learned.decisions):
+        return "the program has a plan"
+    if recording.meshes != [mesh]:
+        return "it has several meshes"
+    return ""
+
+
+def _is_worth_it(learned: Learned) -> bool:
+    return learned.before is None or learned.after is None or learned.after <= _WORTH * learned.before
+
+
+def _all_say(mesh: DeviceMesh, text: str) -> bool:
+    """Whether all ranks of the mesh say the same; every rank must call this."""
+    if not has_ranks(mesh):
+        return True
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    text = hashlib.sha256(text.encode()).hexdigest()
+    return bool(all_say("learn the program", text, ranks))
+
+
+def _mesh_of(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:
+    """The mesh of the optimizer's parameters that has all ranks, if there is one."""
+    meshes = (p.device_mesh for p in _parameters(optimizer) if isinstance(p, MeshTensor))
+    return next(filter(_has_all_ranks, meshes), None)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_all_ranks(mesh: Any) -> bool:
+    return isinstance(mesh, DeviceMesh) and dist.is_initialized() and mesh.size() == dist.get_world_size() > 1
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def learn_by_itself(mesh: Any) -> None:
+    """A module was placed on a mesh: learn the program from here on, unless it or the settings say otherwise."""
+    if is_asked_for() or is_rehearsing() or not _has_all_ranks(mesh):
+        return
+    if read_settings().learn:
+        learn()
+        return
+    active = running()
+    if isinstance(active, Automatic) and active.is_of_this_world:
+        active.begin_anew()
+        return
+    if active is not None:
+        active.close()
+    if in_force.decisions is None:
+        start(Automatic())
