@@ -20,6 +20,10 @@ from shardwise.testing.report import Report
 # What somebody measured on this machine must not decide what tests see; worker processes inherit it.
 os.environ["SHARDWISE_LINKS"] = "off"
 
+# Processes of many tests run many programs: none must go by what was learned of an earlier one. The tests of learning
+# set it, and `SHARDWISE_LEARN=auto pytest` runs all of them as programs run by default.
+os.environ.setdefault("SHARDWISE_LEARN", "off")
+
 # Nor must the server that runs them: where CI is set, `shardwise lock` writes nothing. The tests of that set it.
 os.environ.pop("CI", None)
 

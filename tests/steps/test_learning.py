@@ -17,8 +17,8 @@ from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.engine import decided
 from shardwise.errors import NoPlanError, RankDisagreementError
+from shardwise.kernel import recording  # the module: what it holds is copied to the ranks with a test
 from shardwise.kernel.placements import strided_shard
-from shardwise.kernel.recording import recording
 from shardwise.steps import learning
 from shardwise.tensor import optimizer_step as stepping
 from shardwise.testing import mesh
@@ -324,7 +324,7 @@ def unending():
         with sw.learn(), torch.no_grad():
             for _ in range(9):
                 y = model(x)
-            return recording.recorder, messages, y.full_tensor()
+            return recording.recording.recorder, messages, y.full_tensor()
     finally:
         learning._MOST_CALLS = real
         learning._log.removeFilter(kept)

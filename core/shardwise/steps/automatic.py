@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,14 +32,14 @@ from shardwise.steps.learning import (
     Learning,
     decided_by_all,
     has_ranks,
-    is_asked_for,
+    is_settled,
     learn,
+    meshes_of,
     running,
     start,
 )
 from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.recording import Recording
-from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["Automatic", "learn_by_itself"]
 
@@ -90,7 +89,7 @@ class Automatic(Learning):
 
     def _record(self) -> None:
         self._is_wanted = True
-        self._recording = Recording(_MOST_CALLS, self._give_up, before_backward=_BEFORE_BACKWARD)
+        self._recording = Recording(_MOST_CALLS, self._give_up, before_backward=_BEFORE_BACKWARD, follows_modules=False)
         self._running.enter_context(self._recording.running())
 
     def _give_up(self) -> None:
@@ -107,8 +106,7 @@ class Automatic(Learning):
         if torch.compiler.is_compiling() or _is_captured() or not self.is_of_this_world:
             return
         if mesh is None:  # the optimizer of a model that is on no mesh, or not on one of all ranks
-            if self._recording is not None:
-                self._running.enter_context(self._recording.running())
+            self._go_on_recording()
             return
         self._steps += 1
         if self._is_wanted:
@@ -135,6 +133,7 @@ class Automatic(Learning):
         if not reason and recording is not None:
             try:
                 graph = recording.graph()
+                reason = "" if graph.calls else "no calls were recorded"
                 news, limit = self._is_news(recording), self._limit(graph, optimizer)
                 said = f"{recording_digest(graph)} {news}"
             except Exception as error:  # noqa: BLE001  # the program has not asked for this, and other ranks wait
@@ -159,11 +158,14 @@ class Automatic(Learning):
             self._tell(str(error))
             self.freeze()
             return
-        if self.learned is None and not _is_worth_it(learned):
-            self._tell(f"it would gain little: {learned}")
-            self.freeze()
+        if _is_worth_it(learned):
+            self._take(learned, recording)
             return
-        self._take(learned, recording)
+        self._tell(f"it would gain little: {learned}")
+        if self.learned is None:
+            self.freeze()
+        else:
+            self._unknown = in_force.unknown
 
     def _tell(self, why: str) -> None:
         _log.info("optimizer step %d is not learned: %s", self._steps, why)
@@ -199,12 +201,7 @@ def _all_say(mesh: DeviceMesh, text: str) -> bool:
 
 def _mesh_of(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:
     """The mesh of the optimizer's parameters that has all ranks, if there is one."""
-    meshes = (p.device_mesh for p in _parameters(optimizer) if isinstance(p, MeshTensor))
-    return next(filter(_has_all_ranks, meshes), None)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next(filter(_has_all_ranks, meshes_of(optimizer)), None)
 
 
 def _has_all_ranks(mesh: Any) -> bool:
@@ -217,7 +214,7 @@ def _is_captured() -> bool:
 
 def learn_by_itself(mesh: Any) -> None:
     """A module was placed on a mesh: learn the program from here on, unless it or the settings say otherwise."""
-    if is_asked_for() or is_rehearsing() or not _has_all_ranks(mesh):
+    if is_settled() or is_rehearsing() or not _has_all_ranks(mesh):
         return
     if read_settings().learn:
         learn()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -30,6 +31,7 @@ from shardwise.steps.agreement import agree_on_recording
 from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.recording import Recording
 from shardwise.steps.solving import solve_graph
+from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = [
     "MOST_ROUNDS",
@@ -38,8 +40,10 @@ __all__ = [
     "decide_step",
     "decided_by_all",
     "has_ranks",
-    "is_asked_for",
+    "is_settled",
     "learn",
+    "meshes_of",
+    "none_by_itself",
     "running",
     "start",
 ]
@@ -60,7 +64,7 @@ _PATIENCE = 8
 class Learned:
     """What was decided: seconds of a step by the cost model before and after, and what it took.
 
-    ``before`` is None where the choice op by op moves or shards a tensor as no plan may. Decisions of a checkpoint
+    ``before`` is None where the choice op by op moves a tensor that no plan may. Decisions of a checkpoint
     have no seconds.
     """
 
@@ -165,8 +169,13 @@ class Learning:
         self.close()
 
     def _record(self) -> None:
-        self._recording = Recording(_MOST_CALLS, self._give_up)
+        self._recording = Recording(_MOST_CALLS, self._give_up, follows_modules=False)
         self._running.enter_context(self._recording.running())
+
+    def _go_on_recording(self) -> None:
+        """After the step of the optimizer of a model that is on no mesh, which ends nothing."""
+        if self._recording is not None:
+            self._running.enter_context(self._recording.running())
 
     def _stop_recording(self) -> Recording | None:
         self._running.close()
@@ -186,12 +195,12 @@ class Learning:
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         fresh, self._unknown = self._unknown_in_step, in_force.unknown
+        if self._recording is not None and not any(meshes_of(optimizer)):
+            self._go_on_recording()
+            return
         recording = self._stop_recording()
         if recording is not None:
-            if recording.calls:
-                self._decide(recording, optimizer)
-            else:  # the optimizer of a model that is on no mesh
-                self._record()
+            self._decide(recording, optimizer)
         elif self._has_many(fresh):
             self._known_steps, self._wanted = 0, fresh
             self._record()
@@ -207,8 +216,9 @@ class Learning:
         )
 
     def _decide(self, recording: Recording, optimizer: torch.optim.Optimizer) -> None:
-        if len(recording.meshes) > 1:
-            _log.warning("the program uses %d meshes; it is not planned as a whole", len(recording.meshes))
+        if len(recording.meshes) != 1:
+            why = "it makes its calls within optimizer.step()" if not recording.meshes else "it uses several meshes"
+            _log.warning("the program is not planned as a whole: %s", why)
             return
         with outside_modes(), torch.no_grad():
             graph = recording.graph()
@@ -257,6 +267,12 @@ class Learning:
         _log.info("learned the program: %s", learned)
 
 
+def meshes_of(optimizer: torch.optim.Optimizer) -> Iterator[DeviceMesh]:
+    """The mesh of each parameter of an optimizer that is on one."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (parameter.device_mesh for parameter in parameters if isinstance(parameter, MeshTensor))
+
+
 def has_ranks(mesh: Any) -> bool:
     """Whether other ranks run a step on a mesh, too, and can be reached."""
     return isinstance(mesh, DeviceMesh) and mesh.size() > 1 and backend_of(mesh) != "fake"
@@ -299,10 +315,12 @@ def decided_by_all(graph: StepGraph, limit: MemoryLimit | None) -> Learned:
 
 @define
 class _Process:
-    """The learning that is on in this process, and whether the program has said itself whether it wants any."""
+    """The learning that is on in this process, and whether none may begin by itself, for example since the program has
+    said what it wants.
+    """
 
     active: Learning | None = None
-    is_asked_for: bool = False
+    is_settled: bool = False
 
 
 _process = _Process()
@@ -313,9 +331,19 @@ def running() -> Learning | None:
     return _process.active
 
 
-def is_asked_for() -> bool:
-    """Whether the program has called :func:`learn`, to switch it on or off."""
-    return _process.is_asked_for
+def is_settled() -> bool:
+    """Whether no learning may begin by itself: the program has called :func:`learn`, to switch it on or off."""
+    return _process.is_settled
+
+
+@contextmanager
+def none_by_itself() -> Iterator[None]:
+    """No learning begins by itself while the context lasts: a step is looked at as it runs without."""
+    before, _process.is_settled = _process.is_settled, True
+    try:
+        yield
+    finally:
+        _process.is_settled = before
 
 
 def start(learning: Learning) -> None:
@@ -344,7 +372,7 @@ def learn(enabled: bool = True, *, memory: int | None = None) -> Learning:
             do="Give memory=64 * 2**30 for 64 GiB, or leave it out.",
         )
     check_flag("learn the steps of a program", enabled, "enabled")
-    _process.is_asked_for = True
+    _process.is_settled = True
     if _process.active is not None:
         _process.active.close()
         _process.active = None

@@ -76,6 +76,9 @@ them.
 class Recording:
     """The recorder of one step. It keeps leaves alive, and no other tensor.
 
+    With ``follows_modules`` each call has the name of the module that makes it, by hooks on all modules, after which
+    compiled code is compiled again. Else it has that of the parameter, or of the call, from which it comes.
+
     A step may have ``most`` calls, and ``before_backward`` calls before the first of a backward pass: at the next one
     ``on_full`` is called, which ends the recording.
     """
@@ -83,6 +86,7 @@ class Recording:
     most: int | None = None
     on_full: Callable[[], None] = lambda: None
     before_backward: int | None = None
+    follows_modules: bool = True
     meshes: list[Mesh] = field(factory=list)
     leaves: list[Any] = field(factory=list)
     # What becomes the nodes of the graph: nothing is made of it while the step runs.
@@ -110,6 +114,10 @@ class Recording:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Record what runs while the context lasts."""
+        if not self.follows_modules:
+            with record(self):
+                yield
+            return
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -142,15 +150,28 @@ class Recording:
 
     def _call_nodes(self) -> Iterator[CallNode]:
         """The calls. One that no module made, as in a backward pass, is of the module that made the latest of its
-        operands in forward.
+        operands in forward; where modules are not followed, of that of its first parameter, if it has one.
         """
         made_in: dict[int, str] = {}
         for n, (plan, operands, results, is_backward, running) in enumerate(self._calls):
-            latest = max((t for t in operands if t in made_in), default=None) if running is None else None
-            module = running if running is not None else "" if latest is None else made_in[latest]
+            module = running if self.follows_modules else self._owner(operands)
+            if module is None:
+                latest = max((t for t in operands if t in made_in), default=None)
+                module = "" if latest is None else made_in[latest]
             made_in.update((t, module) for t in results if t is not None)
             phase = "backward" if is_backward else "forward"
             yield CallNode(n, plan.entry, plan.schema, tuple(operands), tuple(results), plan.strategies, phase, module)
+
+    def _owner(self, operands: Sequence[int | None]) -> str | None:
+        """The module of the first parameter or buffer, or view of one, among the operands of a call."""
+        for operand in operands:
+            t = operand
+            while t is not None:
+                _, _, base, name = self._tensors[t]
+                if name:
+                    return name.rpartition(".")[0]
+                t = base
+        return None
 
     @property
     def calls(self) -> int:

@@ -12,6 +12,7 @@ from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
 from shardwise.program.replay import DEEPEST, replayed
+from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_graph import StepGraph
 from shardwise.program.step_limit import PricedSearch
 from shardwise.program.step_memory import StepMemory
@@ -50,8 +51,8 @@ class Solved:
 
     @property
     def recorded_seconds(self) -> float | None:
-        """Seconds of the step as it was recorded; None where it moves or shards a tensor as no plan may."""
-        return self.recorded.cost / NANOSECONDS if _is_plan(self.problem, self.recorded) else None
+        """Seconds of the step as it was recorded; None where it moves a tensor that no plan may."""
+        return self.recorded.cost / NANOSECONDS if self.recorded.cost < FORBIDDEN else None
 
 
 def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None) -> Solved:
@@ -71,9 +72,16 @@ def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None) -> Solved:
             starts = [problem.as_replicated()]
         if limit is not None:
             return _solved_within(problem, costs, recorded, starts, limit)
-        best = solve_step(problem, starts)
+        best = solve_step(problem, _with_layers_alike(problem, starts))
         problem.forget_searches()
         return with_decisions(problem, costs, recorded, best)
+
+
+def _with_layers_alike(problem: StepProblem, starts: list[Assignment]) -> list[Assignment]:
+    """Where to start in a step of many layers on several mesh dims: the best that does in each layer the same."""
+    short = ShortProblem.of(problem, lambda graph: StepProblem(graph, WorkCosts(graph)))
+    found = None if short is None else short.solved(starts, exchanges=False)
+    return starts if found is None else [found]
 
 
 def _solved_within(

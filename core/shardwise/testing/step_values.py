@@ -33,6 +33,7 @@ from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch import trees as pytree
 from shardwise.program.step_plan import read_plan
 from shardwise.rng.generator import manual_seed, preserved_state
+from shardwise.steps.learning import none_by_itself
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.on_mesh import on
 from shardwise.testing.step_differences import Compared, Difference, Kept, Place, Values
@@ -276,6 +277,7 @@ def _run(function: Callable[[DeviceMesh], Any], mesh: DeviceMesh, values: Values
     modules = _Modules(values, takes=asked.ops is None)
     watch = _Watch(values, modules, takes=asked.ops is None)
     with ExitStack() as stack:
+        stack.enter_context(none_by_itself())
         stack.enter_context(watch.phases.followed())
         stack.enter_context(modules.followed())
         if asked.ops is not None:

@@ -1,0 +1,352 @@
+"""Programs that say nothing are learned from their first ``distribute_module`` on, where that is safe and worth it."""
+
+import os
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_training import TIGHT, floats
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.comm import policy
+from shardwise.comm.events import observe
+from shardwise.engine import decided
+from shardwise.kernel import recording  # the module: what it holds is copied to the ranks with a test
+from shardwise.steps import automatic, learning
+from shardwise.testing import mesh
+
+STEPS = 5
+WEIGHTS_ONLY = {"*up.weight": [Shard(0)], "*up.bias": [Shard(0)], "*down.weight": [Shard(1)]}
+
+
+class Blocks(nn.Module):
+    """Feed-forward blocks with a residual sum: op by op each one gathers what the next one needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}) for _ in "abc")
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["down"](functional.gelu(block["up"](x)))
+        return x
+
+
+@contextmanager
+def by_itself(said="auto"):
+    """A program of its own in this process, which has the default (or what the setting says)."""
+    before, process = os.environ.get("SHARDWISE_LEARN"), learning._process
+    learning._process = learning._Process()
+    os.environ["SHARDWISE_LEARN"] = said
+    had_compiled, recording.recording.has_compiled = recording.recording.has_compiled, False
+    on, policy.in_force.is_on = policy.in_force.is_on, False
+    try:
+        yield
+    finally:
+        if learning.running() is not None:
+            learning.running().close()
+        os.environ["SHARDWISE_LEARN"] = before or "off"
+        learning._process, recording.recording.has_compiled, policy.in_force.is_on = process, had_compiled, on
+
+
+def as_it_is(_step, _model, x):
+    return x
+
+
+def trained(make, m, partition, at_step=as_it_is, steps=STEPS):
+    """Train beside one device: the collectives of each step, and the learning that is on."""
+    torch.manual_seed(0)
+    reference, spread = make().double(), make().double()
+    spread.load_state_dict(reference.state_dict())
+    sw.distribute_module(spread, m, partition)
+    sent, counts = Counter(), []
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in (reference, spread)]
+    with observe(lambda event: sent.update([event.kind])):
+        for step in range(steps):
+            sent.clear()
+            x = floats(8, 32)
+            losses = []
+            for model, optimizer, own in zip(
+                (reference, spread), optimizers, (x, sw.distribute_tensor(x, m, [Replicate()] * m.ndim)), strict=True
+            ):
+                optimizer.zero_grad()
+                loss = model(at_step(step, model, own)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            counts.append(sum(sent.values()))
+            torch.testing.assert_close(losses[1].full_tensor(), losses[0], **TIGHT)
+    ours = [p.detach().full_tensor() for p in spread.parameters()]
+    torch.testing.assert_close(ours, [p.detach() for p in reference.parameters()], **TIGHT)
+    return counts, learning.running()
+
+
+def by_default(said="auto"):
+    with by_itself(said):
+        counts, on = trained(Blocks, mesh((dist.get_world_size(),)), WEIGHTS_ONLY)
+        return counts, type(on).__name__, None if on is None else on.rounds
+
+
+def test_a_program_that_says_nothing_is_learned(ranks):
+    for counts, kind, rounds in ranks.run(by_default):
+        assert (kind, rounds) == ("Automatic", 1)
+        assert counts[1] < 0.8 * counts[0]
+        assert counts[1:] == [counts[1]] * (STEPS - 1)
+
+
+def test_the_setting_turns_it_off_or_asks_for_it(two_ranks):
+    for counts, kind, _ in two_ranks.run(by_default, "off"):
+        assert kind == "NoneType"
+        assert counts == [counts[0]] * STEPS
+    for counts, kind, rounds in two_ranks.run(by_default, "on"):
+        assert (kind, rounds) == ("Learning", 1)
+        assert counts[1] < 0.8 * counts[0]
+
+
+def after_an_answer():
+    """A program that has said itself that it wants none, and one that learns within a context."""
+    with by_itself():
+        sw.learn(False)
+        off, _ = trained(Blocks, mesh((2,)), WEIGHTS_ONLY)
+    with by_itself(), sw.learn() as own:
+        on, running = trained(Blocks, mesh((2,)), WEIGHTS_ONLY)
+        assert running is own
+    return off, on
+
+
+def test_what_the_program_says_holds(two_ranks):
+    for off, on in two_ranks.run(after_an_answer):
+        assert off == [off[0]] * STEPS
+        assert on[1] < off[1]
+
+
+def reading_alone(until):
+    """Rank 0 alone looks at its part of a result in the first steps."""
+
+    def look(step, model, x):
+        if dist.get_rank() == 0 and step < until and isinstance(x, sw.MeshTensor):
+            model.blocks[0]["up"](x).to_local()
+        return x
+
+    with by_itself():
+        counts, on = trained(Blocks, mesh((2,)), WEIGHTS_ONLY, look, steps=8)
+        return counts, on.rounds
+
+
+@pytest.mark.parametrize(("until", "learned_from"), [(1, 2), (2, 3), (3, 5)])
+def test_a_step_that_one_rank_runs_in_another_way_is_not_learned(two_ranks, until, learned_from):
+    # After three such steps in a row they are recorded at those steps only at which the ranks meet: 4, 8, ...
+    for counts, rounds in two_ranks.run(reading_alone, until):
+        assert rounds == 1
+        assert counts[:learned_from] == [counts[0]] * learned_from
+        assert counts[-1] < 0.8 * counts[0]
+
+
+def with_calls_of_one_rank_alone():
+    """Rank 1 alone has made so many calls before the first step that it records no more of them."""
+    real, automatic._BEFORE_BACKWARD = automatic._BEFORE_BACKWARD, 200
+
+    def look(step, model, x):
+        if dist.get_rank() == 1 and step == 0 and isinstance(x, sw.MeshTensor):
+            with torch.no_grad():
+                for _ in range(300):
+                    x + 1
+        return x
+
+    try:
+        with by_itself():
+            counts, on = trained(Blocks, mesh((2,)), WEIGHTS_ONLY, look)
+            return counts, on.rounds
+    finally:
+        automatic._BEFORE_BACKWARD = real
+
+
+def test_a_rank_that_records_no_more_holds_up_nobody(two_ranks):
+    for counts, rounds in two_ranks.run(with_calls_of_one_rank_alone):
+        assert rounds == 1
+        assert counts[0] == counts[1] > counts[2]
+
+
+def without_training():
+    """Inference: the recorder before and after many calls."""
+    real, automatic._BEFORE_BACKWARD = automatic._BEFORE_BACKWARD, 100
+    try:
+        with by_itself():
+            m = mesh((2,))
+            model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+            x = sw.distribute_tensor(torch.ones(2, 32), m, [Replicate()])
+            begun = recording.recording.recorder is not None
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for _ in range(20):
+                    model(x)
+            return begun, recording.recording.recorder
+    finally:
+        automatic._BEFORE_BACKWARD = real
+
+
+def test_a_program_that_does_not_train_is_recorded_no_more(two_ranks):
+    assert two_ranks.run(without_training) == [(True, None)] * 2
+
+
+def branching():
+    """Another branch from the fourth step on, and what the decisions knew of it in the end."""
+
+    def wider(step, model, x):
+        return x if step < 3 else (x * 2).sin().abs().sqrt().exp().log1p().tanh()
+
+    with by_itself():
+        _, on = trained(Blocks, mesh((2,)), WEIGHTS_ONLY, wider, steps=8)
+        return on.rounds, decided.in_force.decisions is on.learned.decisions
+
+
+def test_calls_that_come_later_are_learned_where_the_ranks_meet(two_ranks):
+    for rounds, holds in two_ranks.run(branching):
+        assert rounds in (1, 2)  # nothing is gained by the elementwise ops, but the ranks agree on that
+        assert holds
+
+
+def with_a_policy():
+    with by_itself(), sw.communication("warn", above=1 << 40):
+        counts, on = trained(Blocks, mesh((2,)), WEIGHTS_ONLY)
+        return counts, on.rounds
+
+
+def with_little_to_gain():
+    with by_itself():
+        counts, on = trained(Blocks, mesh((2,)), {})  # whole weights: nothing is sent
+        return counts, on.rounds
+
+
+@pytest.mark.parametrize("program", [with_a_policy, with_little_to_gain])
+def test_it_is_not_learned_where_that_is_not_wanted(two_ranks, program):
+    for counts, rounds in two_ranks.run(program):
+        assert rounds == 0
+        assert counts == [counts[0]] * STEPS
+
+
+def compiling():
+    """How often a model is compiled, and what torch says about it."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with by_itself(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m = mesh((2,))
+        model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+        compiled = torch.compile(model, backend=counter)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            compiled(sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])).square().mean().backward()
+            optimizer.step()
+        return counter.frame_count, learning.running().rounds
+
+
+def test_compiled_code_is_compiled_once(two_ranks):
+    assert two_ranks.run(compiling) == [(1, 0)] * 2
+
+
+def one_model_after_the_other():
+    with by_itself():
+        first, _ = trained(Blocks, mesh((2,)), WEIGHTS_ONLY)
+        decisions = decided.in_force.decisions
+        second, on = trained(Blocks, mesh((2,)), {"*up.weight": [Shard(1)]})
+        return first, second, on.rounds, decided.in_force.decisions is decisions
+
+
+def test_another_model_begins_anew(two_ranks):
+    for first, second, rounds, is_the_same in two_ranks.run(one_model_after_the_other):
+        assert first[1] < first[0]
+        assert second[1] <= second[0]
+        assert rounds <= 1
+        assert not is_the_same
+
+
+def on_a_part_of_the_ranks():
+    with by_itself():
+        m = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        sw.distribute_module(nn.Linear(4, 4), m, {"weight": [Shard(0)]})
+        return type(learning.running()).__name__, recording.recording.recorder
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_program_on_a_part_of_the_ranks_is_not_learned(pool):
+    assert pool.run(on_a_part_of_the_ranks) == [("NoneType", None)] * 4
+
+
+def with_a_closure():
+    """LBFGS runs the step within its own: nothing of it is recorded."""
+    with by_itself():
+        m = mesh((2,))
+        torch.manual_seed(0)
+        model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        x = sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).full_tensor().item() for _ in range(4)]
+        return losses[-1] < losses[0], learning.running().rounds
+
+
+def test_an_optimizer_with_a_closure_is_left_alone(two_ranks):
+    assert two_ranks.run(with_a_closure) == [(True, 0)] * 2
+
+
+def failing_on_one_rank():
+    """What one rank cannot do, none does: its record of the step makes no graph."""
+
+    def graph(self):
+        raise ZeroDivisionError
+
+    real = automatic.Recording.graph
+    if dist.get_rank() == 1:
+        automatic.Recording.graph = graph
+    try:
+        with by_itself():
+            counts, on = trained(Blocks, mesh((2,)), WEIGHTS_ONLY)
+            return counts, on.rounds
+    finally:
+        automatic.Recording.graph = real
+
+
+def test_an_error_of_ours_on_one_rank_ends_no_program(two_ranks):
+    for counts, rounds in two_ranks.run(failing_on_one_rank):
+        assert rounds == 0
+        assert counts == [counts[0]] * STEPS
+
+
+def planned_as_well(plan):
+    with by_itself():
+        m = mesh((2,))
+        sw.distribute_module(Blocks(), m, plan)
+        return type(learning.running()).__name__, decided.in_force.is_written
+
+
+def step_of(m):
+    model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+    return model, sw.distribute_tensor(torch.ones(8, 32), m, [Replicate()])
+
+
+def test_a_plan_is_not_learned_over(two_ranks, tmp_path):
+    file = tmp_path / "blocks.plan"
+    sw.plan(step_of, (2,)).save(str(file))
+    for kind, is_written in two_ranks.run(partial(planned_as_well, str(file))):
+        assert kind == "NoneType"
+        assert is_written
+    two_ranks.run(partial(decided.use_decisions, None))
