@@ -233,6 +233,32 @@ def test_it_is_not_learned_where_that_is_not_wanted(two_ranks, program):
         assert counts == [counts[0]] * STEPS
 
 
+def two_optimizers():
+    """Two models, placed before the first step. The first one, whose optimizer steps first, has nothing to gain."""
+    with by_itself():
+        m = mesh((2,))
+        torch.manual_seed(0)
+        models = [sw.distribute_module(Blocks(), m, places) for places in ({}, WEIGHTS_ONLY)]
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+        x = sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])
+        counts, sent = [], Counter()
+        with observe(lambda event: sent.update([event.kind])):
+            for _ in range(4):
+                sent.clear()
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                counts.append(sum(sent.values()))
+        return counts, learning.running().rounds
+
+
+def test_each_of_several_optimizers_has_its_turn(two_ranks):
+    for counts, rounds in two_ranks.run(two_optimizers):
+        assert rounds == 1
+        assert counts[-1] < 0.8 * counts[0]
+
+
 def compiling():
     """How often a model is compiled, and what torch says about it."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,8 @@ class Automatic(Learning):
     _is_wanted: bool = field(default=True, init=False)
     """Whether the step that runs is one to be learned, whether or not this rank still records it."""
     _world: int = field(factory=world_number, init=False)
+    _judged: WeakSet[torch.optim.Optimizer] = field(factory=WeakSet, init=False)
+    """Those whose steps would gain little. A program may have several, as for two models against each other."""
 
     def begin_anew(self) -> None:
         """Another module was placed: what was decided is for another program."""
@@ -75,6 +78,7 @@ class Automatic(Learning):
             self._modules += 1
             self.close()
             self.learned, self.rounds, self._tries, self._steps = None, 0, 0, 0
+            self._judged.clear()
             self.start()
 
     @property
@@ -111,8 +115,10 @@ class Automatic(Learning):
         self._steps += 1
         if self._is_wanted:
             self._is_wanted = False
-            with outside_modes(), torch.no_grad():
-                self._meet(self._stop_recording(), optimizer, mesh)
+            recording = self._stop_recording()
+            if optimizer not in self._judged:
+                with outside_modes(), torch.no_grad():
+                    self._meet(recording, optimizer, mesh)
         elif self._steps & (self._steps - 1) == 0:
             if self.learned is None:
                 self._record()
@@ -149,9 +155,11 @@ class Automatic(Learning):
         elif not news:
             self._wait_for_unknown_calls()
         else:
-            self._decide_on(recording, graph, limit)
+            self._decide_on(recording, graph, limit, optimizer)
 
-    def _decide_on(self, recording: Any, graph: Any, limit: MemoryLimit | None) -> None:
+    def _decide_on(
+        self, recording: Any, graph: Any, limit: MemoryLimit | None, optimizer: torch.optim.Optimizer
+    ) -> None:
         try:
             learned = decided_by_all(graph, limit)
         except (NoPlanError, MemoryPlanError) as error:
@@ -163,7 +171,8 @@ class Automatic(Learning):
             return
         self._tell(f"it would gain little: {learned}")
         if self.learned is None:
-            self.freeze()
+            self._judged.add(optimizer)
+            self._record()  # perhaps the next step is another optimizer's
         else:
             self._unknown = in_force.unknown
 
