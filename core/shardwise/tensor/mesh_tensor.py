@@ -54,6 +54,7 @@ from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memo
 from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
+from shardwise.tensor.placing_tools import refuse_placing_tools
 from shardwise.tensor.sharing import is_sharing_asked_for
 
 __all__ = ["MeshTensor"]
@@ -519,6 +520,7 @@ take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
+refuse_placing_tools(MeshTensor)
 write_formulas()
 raise_as_they_are(ShardingError)
 answer(ASKS_OF_TANGENTS, lie_alike)
