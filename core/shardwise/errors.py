@@ -90,6 +90,13 @@ class MeshMismatchError(ShardingError):
     """Operands of one op are on different meshes."""
 
 
+class TorchToolError(ShardingError):
+    """A tool of torch that places or sends tensors itself was given some that are on a mesh already.
+
+    ``tool`` names it, such as ``fully_shard``, and ``name`` the parameter or buffer. Nothing was changed or sent.
+    """
+
+
 class OffMeshError(ShardingError):
     """A rank that is not on the mesh of a tensor, so that it has no part of it."""
 

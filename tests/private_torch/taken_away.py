@@ -315,6 +315,13 @@ def shelf(module: str, function: str, *args: Any) -> Callable[[], Any]:
     return lambda: getattr(import_module(f"shardwise.private_torch.{module}"), function)(*args)
 
 
+def beside_other_tools() -> list[float]:
+    """A program that imports torch's tools for placing modules, which shardwise asks before they start."""
+    for name in ("fsdp", "pipelining"):
+        import_module(f"torch.distributed.{name}")
+    return recorded()
+
+
 def in_a_hook(call: Callable[[], Any]) -> Callable[[], None]:
     """A call in a backward pass."""
 
@@ -490,6 +497,8 @@ FALLBACKS = [
         shelf("distributed", "calls_go_unseen"),
         take=lambda name: sys.modules.pop(name, None),
     ),
+    Case(("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState.init",), beside_other_tools),
+    Case(("torch.distributed.pipelining.stage._PipelineStageBase.__init__",), beside_other_tools),
 ]
 # The same in compiled programs, which take long. Marks that torch reads: here it takes no notice of them.
 COMPILED_FALLBACKS = [

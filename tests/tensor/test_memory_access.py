@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector
 
 import shardwise as sw
 from shardwise import MeshTensor, Replicate, Shard
-from shardwise.errors import LayoutError, NoRuleError, PlainTensorError
+from shardwise.errors import LayoutError, PlainTensorError
 from shardwise.testing import mesh
 
 
@@ -159,8 +159,9 @@ WAYS = {
     "torch.save of a storage": (lambda x: torch.save(x.untyped_storage(), io.BytesIO()), LayoutError),
     "queue of a storage": (lambda x: _queue(x.untyped_storage()), LayoutError),
     "plain.set_ of a storage": (lambda x: _plain().set_(x.untyped_storage()), LayoutError),
-    "plain.set_": (lambda x: _plain().set_(x), NoRuleError),
+    "plain.set_": (lambda x: _plain().set_(x), LayoutError),
     "set_": (lambda x: x.set_(x.clone()), LayoutError),
+    "the op set_": (lambda x: torch.ops.aten.set_.source_Tensor(x, x.clone()), LayoutError),
     "set_ of a plain tensor": (lambda x: x.set_(_plain()), LayoutError),
     "set_ of a storage": (lambda x: x.set_(_plain().untyped_storage()), LayoutError),
     "is_set_to": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -48,6 +49,7 @@ _NOT_THE_USERS = (
     "<string>",
     "<eval_with_key>",
     "<frozen ",
+    str(getattr(find_spec("typing_extensions"), "origin", "<typing_extensions>")),  # around what torch deprecates
 )
 _SUFFIXES = 3  # so many names of a path are shown and compared: ranks may have a program in different folders
 

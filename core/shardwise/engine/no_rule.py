@@ -27,7 +27,7 @@ from shardwise.kernel.operands import operand_of
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry, Origin
-from shardwise.kernel.registry import Registry
+from shardwise.kernel.registry import Registry, is_collective, refused_collective
 from shardwise.kernel.rule import FullMeshRule
 from shardwise.kernel.schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, op_name, signature
@@ -83,6 +83,8 @@ class UnknownOp:
         self, _cls: Any, _op: Op, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_collective(self.op):  # before anything is compared: the other ranks may call something else
+            raise refused_collective(op_name(self.op))
         # The key has every argument by value, numbers too: a formula may branch on one.
         parts: list[Any] = []
         for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):

@@ -16,9 +16,14 @@ from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.ops import op_named
 
-__all__ = ["NO_LIBRARY", "Failure", "Override", "Registrar", "Registry"]
+__all__ = ["NO_LIBRARY", "Failure", "Override", "Registrar", "Registry", "is_collective", "refused_collective"]
 
 NO_LIBRARY = "no library that is imported has the op"
+
+# The libraries of torch's own distributed tools.
+_COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem"}
+)
 
 
 @frozen
@@ -280,14 +285,8 @@ class Registry:
         rule.
         """
         plugins = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
-        if op.namespace in ("c10d", "_c10d_functional"):
-            return NoRuleError(
-                asked=f"run {op_name(op)} on a MeshTensor",
-                found="collectives of torch.distributed work on tensors of one rank, and this one lies on all",
-                do="Say where it shall lie, with x.redistribute(placements=...) or x.full_tensor(), or call the "
-                "collective on x.to_local().",
-                op=op_name(op),
-            )
+        if is_collective(op):
+            return refused_collective(op_name(op))
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
         known = self.known(map(op_name, (op, *missing)))
         return NoRuleError(
@@ -329,3 +328,19 @@ class Registry:
 def _full(name: str) -> str:
     """``acme::mix`` as ``acme.mix.default``, ``acme::mix.out`` as ``acme.mix.out``."""
     return name.replace("::", ".") + ("" if "." in name else ".default")
+
+
+def is_collective(op: Op) -> bool:
+    """Whether an op sends, or copies for sending, what torch's own distributed tools give it."""
+    return op.namespace in _COLLECTIVES
+
+
+def refused_collective(name: str) -> NoRuleError:
+    """The error for a collective of torch on a MeshTensor."""
+    return NoRuleError(
+        asked=f"run {name} on a MeshTensor",
+        found="collectives of torch.distributed work on tensors of one rank, and this one lies on all",
+        do="Say where it shall lie, with x.redistribute(placements=...) or x.full_tensor(), or call the "
+        "collective on x.to_local().",
+        op=name,
+    )

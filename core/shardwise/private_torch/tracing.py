@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial, wraps
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, in_kernel_invocation_manager
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
@@ -21,8 +21,10 @@ from shardwise.private_torch.modes import leave_modes, outside_modes, recording_
 from shardwise.private_torch.parts import find_part, missing_parts, torch_part
 
 __all__ = [
+    "SETS_MEMORY",
     "assert_when_run",
     "constant_in_graphs",
+    "end_graph",
     "fold_no_collectives",
     "graph_calls",
     "graph_that_is_made",
@@ -44,6 +46,9 @@ __all__ = [
 ]
 
 _TRACED = (FakeTensor, FunctionalTensor)
+
+SETS_MEMORY: Any = torch.ops.aten.set_.source_Tensor
+"""The op that stands in a graph for ``x.data = y``. Outside of graphs torch sets the data without an op."""
 
 
 def is_without_data(tensor: torch.Tensor) -> bool:
@@ -216,6 +221,18 @@ def is_layout_only(tensor: torch.Tensor) -> bool:
 def is_compiled_now() -> bool:
     """Whether this thread is compiling a graph, at any stage. The public function is true only inside the graph."""
     return TracingContext.try_get() is not None
+
+
+def end_graph(op: Any, error: Exception) -> NoReturn:
+    """End the graph that dynamo makes before a call, which then runs by itself. Where one graph is asked for, ``error``
+    comes out.
+
+    Dynamo ends a graph for few classes of errors. It looks at the cause of what it catches, and makes that the cause of
+    its own error.
+    """
+    known = DataDependentOutputException(op)
+    known.__cause__ = error
+    raise DataDependentOutputException(op) from known
 
 
 def is_describing(call: FrameType | None) -> bool:

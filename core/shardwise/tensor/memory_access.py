@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from shardwise.errors import LayoutError, PlainTensorError
+from shardwise.errors import LayoutError, PlainTensorError, TracingError
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.spec import TensorSpec
@@ -25,7 +25,7 @@ from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
 from shardwise.private_torch.distributed import is_staging
-from shardwise.private_torch.tracing import is_compiled_now, is_describing, is_traced
+from shardwise.private_torch.tracing import SETS_MEMORY, end_graph, is_compiled_now, is_describing, is_traced
 
 __all__ = [
     "copied",
@@ -39,6 +39,8 @@ __all__ = [
     "record_stream",
     "refuse_to_lend",
     "refusing",
+    "set_",
+    "set_in_graph",
     "share_memory_",
     "untyped_storage",
 ]
@@ -57,10 +59,39 @@ def _set_data(tensor: Any, value: Any) -> None:
             "or x.data = MeshTensor.from_local(value, x.device_mesh, x.placements, shape=x.shape) for a part.",
             shape=tuple(value.shape),
         )
-    local, spec = (value._local_tensor, value._spec) if isinstance(value, tensor_class()) else (None, None)
+    local: Any = None
+    spec: Any = None
+    if isinstance(value, tensor_class()):
+        local, spec = value._local_tensor, value._spec
+        # A wrapper of its own: what two wrappers share says nothing of memory, and torch makes no graph of two that do.
+        value = new_wrapper(tensor_class(), local, spec, False)
     set_data(tensor, value)  # raises as torch does, for example for an integer tensor under a parameter
     tensor._local_tensor, tensor._spec = local, spec
     tensor._follow_layout()
+
+
+_SET = ("set the memory of {}", "Assign x.data = y, where y is a MeshTensor, or x.copy_(y).")
+
+
+def set_in_graph(tensor: Any, source: Any) -> NoReturn:
+    """End the graph that is made before ``tensor.data = source``, which then runs by itself.
+
+    A graph of tensors with tensors inside cannot give one of its inputs other memory. Raises :class:`LayoutError`
+    outside of graphs, where only ``set_`` comes here.
+    """
+    if not isinstance(tensor, tensor_class()):
+        refuse_to_lend(source, "set the memory of a plain tensor to that of")
+    if not is_compiled_now():
+        _refuse(tensor, *_SET)
+    end_graph(
+        SETS_MEMORY,
+        TracingError(
+            asked=f"set .data of {tensor._spec} in one graph",
+            found="a graph cannot give a MeshTensor another part",
+            do="Write x.data.copy_(y), which a graph may have, or leave out fullgraph=True: the graph then ends before "
+            "the assignment.",
+        ),
+    )
 
 
 # The getter is torch's own, and as fast.
@@ -169,6 +200,9 @@ def refusing(asked: str, do: str) -> Any:
 
 def _refuse(tensor: Any, asked: str, do: str) -> NoReturn:
     raise LayoutError(asked=asked.format(tensor._spec), found="each rank holds only its part", do=do)
+
+
+set_ = refusing(*_SET)
 
 
 def untyped_storage(tensor: Any) -> torch.UntypedStorage:

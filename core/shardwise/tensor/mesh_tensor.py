@@ -44,6 +44,7 @@ from shardwise.private_torch.dispatch import (
 )
 from shardwise.private_torch.sizes import make_known, write_formulas
 from shardwise.private_torch.tracing import (
+    SETS_MEMORY,
     fold_no_collectives,
     is_compiled_now,
     is_traced,
@@ -55,6 +56,7 @@ from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memo
 from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
+from shardwise.tensor.placing_tools import refuse_placing_tools
 from shardwise.tensor.sharing import is_sharing_asked_for
 
 __all__ = ["MeshTensor"]
@@ -395,7 +397,7 @@ class MeshTensor(torch.Tensor):
     map_ = map2_ = refusing(
         "call a Python function for the elements of {}", "Use torch ops, or map_ and map2_ of to_local()."
     )
-    set_ = refusing("set the memory of {}", "Assign x.data = y, where y is a MeshTensor, or x.copy_(y).")
+    set_ = memory_access.set_
     __dlpack__ = refusing("pass {} on by DLPack", "Pass to_local() or full_tensor().")
     __cuda_array_interface__ = memory_access.cuda_array_interface
     # Readers of DLPack look for its C functions at the class, and find that there are none.
@@ -515,15 +517,21 @@ hide_items(MeshTensor)
 leave_out_of_graphs(MeshTensor.__torch_dispatch__)
 leave_out_of_graphs(MeshTensor.__tensor_flatten__)
 leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
+# These run by themselves where a graph ends at one of them: dynamo cannot trace what they do to the tensor's own dict.
+leave_out_of_graphs(MeshTensor.requires_grad_)
+leave_out_of_graphs(MeshTensor.__deepcopy__)
+leave_out_of_graphs(memory_access.data.fset)
 record_constants(MeshTensor, autograd.join_in_graph)
 fold_no_collectives()
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 take_control_flow(MeshTensor)
+refuse_placing_tools(MeshTensor)
 write_formulas()
 raise_as_they_are(ShardingError)
 answer(ASKS_OF_TANGENTS, lie_alike)
+answer(SETS_MEMORY, memory_access.set_in_graph)
 give_attributes(
     MeshTensor,
     {
