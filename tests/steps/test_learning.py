@@ -1,5 +1,6 @@
 """Learning: from the second step on a program runs by decisions for the whole step, and its numbers stay."""
 
+import io
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -373,3 +374,53 @@ def test_the_optimizer_of_a_recorded_step_runs_on_local_tensors():
             optimizer.step()
             assert learned_here.learned is not None
     assert stepping._TWIN in optimizer.__dict__
+
+
+def carried(model, m):
+    """Steps with a state that each takes from the one before; how many collectives each sends."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent, state = [], None
+    for _ in range(STEPS):
+        x = sw.distribute_tensor(torch.ones(4, 6), m, [Shard(0), Replicate()], src_data_rank=None)
+        counted = [0]
+        with observe(lambda _, to=counted: to.__setitem__(0, to[0] + 1)):
+            h = torch.tanh(model[0](x))
+            h = h if state is None else h + torch.tanh(state @ model[0].weight)[:, :1]
+            state = h.detach()
+            optimizer.zero_grad()
+            model[1:](h).square().mean().backward()
+        optimizer.step()
+        sent.append(counted[0])
+    return sent
+
+
+def test_a_state_that_goes_from_step_to_step_is_known():
+    with fake_mesh(2, 2) as m, sw.learn() as learned_here:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        places = {"*.weight": {"tp": Shard(0)}, "*.bias": {"tp": Shard(0)}}
+        sw.distribute_module(model, m, places, src_data_rank=None)
+        sent = carried(model, m)
+        assert learned_here.rounds <= 2
+        assert sent[-1] < sent[0]
+
+
+def test_parameters_that_were_loaded_in_a_later_step_are_known():
+    with fake_mesh(2, 2) as m, sw.learn() as learned_here:
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        sw.distribute_module(model, m, {"*.weight": {"tp": Shard(0)}}, src_data_rank=None)
+        sent = []
+        for step in range(STEPS + 1):
+            if step == 1:
+                kept = io.BytesIO()
+                torch.save(model.state_dict(), kept)
+                kept.seek(0)
+                model.load_state_dict(torch.load(kept, weights_only=False), assign=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            x = sw.distribute_tensor(torch.ones(4, 6), m, [Shard(0), Replicate()], src_data_rank=None)
+            counted = [0]
+            with observe(lambda _, to=counted: to.__setitem__(0, to[0] + 1)):
+                model(x).square().mean().backward()
+            sent.append(counted[0])
+            optimizer.step()
+        assert learned_here.rounds <= 2
+        assert sent[-1] < sent[0]

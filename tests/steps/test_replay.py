@@ -14,6 +14,7 @@ from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.deciding import decide
 from shardwise.program.replay import replayed
 from shardwise.program.step_solution import solve_step
+from shardwise.steps import solving
 
 
 class Experts(nn.Module):
@@ -89,3 +90,18 @@ def test_what_a_run_follows_already_stays_as_it_is():
         followed = replayed(problem, best, 4)
         assert followed is not None
         assert followed.is_same(best)
+
+
+@pytest.mark.parametrize("case", ["an mlp on 2x2", "a transformer on (4,)"])
+def test_what_a_run_makes_of_the_best_is_no_dearer_than_what_was_recorded(case, monkeypatch):
+    with fake_mesh(*CASES[case][0]) as mesh:
+        _, problem, costs, recording = recorded(step_in(mesh, case))
+        as_recorded = problem.as_recorded()
+        one = changed(problem, 0)
+        followed = solving.with_decisions(problem, costs, as_recorded, one)
+        assert followed.best.cost > as_recorded.cost
+        monkeypatch.setattr(solving, "solve_step", lambda *_args, **_options: one)
+        solved = solving.solve_graph(recording.graph())
+        assert solved.best.cost <= as_recorded.cost
+        assert solved.torn == 0
+        assert solved.seconds == solved.recorded_seconds

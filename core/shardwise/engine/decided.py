@@ -32,6 +32,9 @@ from shardwise.program.step_rows import as_placements, flat_rows, in_whole
 __all__ = ["InForce", "decided", "in_force", "look_up", "resting", "result_moves", "tagged", "use_decisions"]
 
 
+#: What is raised where a tensor cannot lie as decided.
+_NO_LAYOUT = (ShardingError, ValueError, ArithmeticError)
+
 #: Unknown calls that are kept. A program whose shapes never end has ever more of them.
 _MOST_NOTED = 10_000
 
@@ -136,13 +139,18 @@ def _all_placements(layouts: Sequence[Places | None]) -> list[Placement]:
 
 
 def _as_used(schema: OpSchema, decision: Decision) -> OpSchema | None:
-    """The call with its operands moved as decided; None where one must stay where it is."""
+    """The call with its operands moved as decided; None where one must stay where it is, or cannot lie so: with other
+    sizes than it had, the pieces of a strided shard need not be alike.
+    """
     if len(decision.inputs) != len(schema.specs):
         return None
-    specs = [
-        None if spec is None or places is None else spec.with_placements(as_placements(places, spec.mesh_shape))
-        for spec, places in zip(schema.specs, decision.inputs, strict=True)
-    ]
+    try:
+        specs = [
+            None if spec is None or places is None else spec.with_placements(as_placements(places, spec.mesh_shape))
+            for spec, places in zip(schema.specs, decision.inputs, strict=True)
+        ]
+    except _NO_LAYOUT:
+        return None
     stays = (*schema.written, *schema.fixed)
     return schema.with_specs(specs) if all(specs[i] == schema.specs[i] for i in stays) else None
 
@@ -169,17 +177,24 @@ def _strategy(rule: Rule, schema: OpSchema, call: Call, decision: Decision) -> P
         if spec is not None and spec.placements != problem.target(tuple(choice), i):
             return None
     # Their costs were part of the decision; a plan does not need them again.
-    strategy = problem.strategy(tuple(choice), [0.0] * len(problem.specs))
+    try:
+        strategy = problem.strategy(tuple(choice), [0.0] * len(problem.specs))
+    except _NO_LAYOUT:
+        return None
     return strategy if _may_rest(strategy, decision) else None
 
 
 def _may_rest(strategy: PlacementStrategy, decision: Decision) -> bool:
-    """Whether the results have layouts in which to rest, as a file of decisions says: anybody may have written it."""
+    """Whether the results have layouts in which to rest: with other sizes they may have none, and anybody may have
+    written a file of decisions.
+    """
     try:
         for spec, places in zip(strategy.output_specs, decision.rests, strict=True):
             if spec is not None and places is not None:
-                check_placements(as_placements(places, spec.mesh_shape), len(spec.mesh_shape), spec.ndim)
-    except (ShardingError, ValueError, ArithmeticError):
+                at = as_placements(places, spec.mesh_shape)
+                check_placements(at, len(spec.mesh_shape), spec.ndim)
+                _resting_at(spec, at)
+    except _NO_LAYOUT:
         return False
     return True
 

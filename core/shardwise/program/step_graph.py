@@ -167,6 +167,7 @@ class StepGraph:
                 operands = [None if t is None else tags[t] for t in call.operands]
                 same = call.schema.returned(len(call.results))[i]
                 tags[node.number] = tag_of_result(call.schema, operands, i, depth) if same is None else operands[same]
-            elif node.name:
-                tags[node.number] = tag_of_name(node.name, depth)
+            else:
+                # What an earlier step made, as a state that goes from step to step, has the tag of that result.
+                tags[node.number] = tag_of_name(node.name, depth) if node.name else node.spec.tag
         return tags

@@ -74,7 +74,7 @@ def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None) -> Solved:
             return _solved_within(problem, costs, recorded, starts, limit)
         best = solve_step(problem, _with_layers_alike(problem, starts))
         problem.forget_searches()
-        return with_decisions(problem, costs, recorded, best)
+        return _or_recorded(with_decisions(problem, costs, recorded, best))
 
 
 def _with_layers_alike(problem: StepProblem, starts: list[Assignment]) -> list[Assignment]:
@@ -103,7 +103,7 @@ def _solved_within(
         solved = with_decisions(problem, costs, recorded, best)
         beyond = search.peak(solved.best) - most
         if beyond <= 0:
-            return solved
+            return _or_recorded(solved) if search.peak(recorded) <= most else solved
         wanted -= beyond
     raise MemoryPlanError(
         asked=f"decide for a step in which a rank holds {size_text(most)}",
@@ -111,6 +111,16 @@ def _solved_within(
         do="Allow more memory, or run without learn().",
         limit=most,
     )
+
+
+def _or_recorded(solved: Solved) -> Solved:
+    """What was recorded, where that is cheaper than what a run makes of the best assignment: calls that look the same
+    may want different things in that one, and have to do the same.
+    """
+    if solved.recorded.cost >= solved.best.cost or not _is_plan(solved.problem, solved.recorded):
+        return solved
+    own = with_decisions(solved.problem, solved.costs, solved.recorded, solved.recorded)
+    return own if not own.torn and own.best.cost < solved.best.cost else solved
 
 
 def _is_plan(problem: StepProblem, assignment: Assignment) -> bool:
