@@ -197,6 +197,10 @@ class CommunicationWarning(UserWarning):
     """A call sends what the policy in force warns of."""
 
 
+class LearnedLayoutWarning(UserWarning):
+    """The program reads a part of a tensor that lies elsewhere than in the step from which it was learned."""
+
+
 class UnseenGraphWarning(UserWarning):
     """A graph is compiled to code whose collectives are neither recorded nor compared over the ranks."""
 

@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from shardwise import Replicate, Shard
 from shardwise.comm import policy
 from shardwise.comm.events import observe
 from shardwise.engine import decided
+from shardwise.errors import LearnedLayoutWarning
 from shardwise.kernel import recording  # the module: what it holds is copied to the ranks with a test
 from shardwise.steps import automatic, learning
 from shardwise.testing import mesh
@@ -231,6 +233,36 @@ def test_it_is_not_learned_where_that_is_not_wanted(two_ranks, program):
     for counts, rounds in two_ranks.run(program):
         assert rounds == 0
         assert counts == [counts[0]] * STEPS
+
+
+def reading_later(first):
+    """Read a part of a result from a step on: its placements then, and what was warned of."""
+    seen = []
+
+    def read(_module, inputs):
+        inputs[0].to_local()
+        seen.append(inputs[0].placements)
+
+    def look(step, model, x):
+        if step == first and isinstance(x, sw.MeshTensor):
+            model.blocks[1]["up"].register_forward_pre_hook(read)
+        return x
+
+    with by_itself(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(Blocks, mesh((2,)), WEIGHTS_ONLY, look)
+        return seen, [(w.category, str(w.message), Path(w.filename).name) for w in caught]
+
+
+def test_a_part_that_is_read_later_only_is_warned_of_once(two_ranks):
+    for seen, warned in two_ranks.run(reading_later, 0):
+        assert len(set(seen)) == 1  # a layout that the program knows is kept
+        assert not warned
+    for _, warned in two_ranks.run(reading_later, 3):
+        ((category, message, file),) = warned or [(None, "", "")]
+        assert category is LearnedLayoutWarning
+        assert "lay as" in message
+        assert file == "test_automatic.py"
 
 
 def two_optimizers():

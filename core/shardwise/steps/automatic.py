@@ -167,7 +167,7 @@ class Automatic(Learning):
             self.freeze()
             return
         if _is_worth_it(learned):
-            self._take(learned, recording)
+            self._take(learned, recording, graph)
             return
         self._tell(f"it would gain little: {learned}")
         if self.learned is None:

@@ -23,7 +23,9 @@ from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import MemoryPlanError, NoPlanError, PlanError, warn_user
 from shardwise.kernel.arguments import check_flag
 from shardwise.kernel.mesh import own_coordinate
+from shardwise.kernel.placements import Placement
 from shardwise.kernel.plurals import counted
+from shardwise.kernel.tags import Tag
 from shardwise.private_torch.modes import outside_modes
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
@@ -31,6 +33,7 @@ from shardwise.steps.agreement import agree_on_recording
 from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.recording import Recording
 from shardwise.steps.solving import solve_graph
+from shardwise.tensor.learned_layouts import remember_layouts
 from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = [
@@ -161,6 +164,7 @@ class Learning:
         self.freeze()
         if self.learned is not None and in_force.decisions is self.learned.decisions:
             use_decisions(None)
+            remember_layouts({})
 
     def __enter__(self) -> Self:
         return self
@@ -233,7 +237,7 @@ class Learning:
             except (NoPlanError, MemoryPlanError) as error:
                 warn_user(f"{error} The program goes on as before.", UserWarning)
                 return
-            self._take(learned, recording)
+            self._take(learned, recording, graph)
 
     def _is_news(self, recording: Recording) -> bool:
         """Whether a recorded step is worth deciding on: the first one, or one with many unknown calls."""
@@ -252,7 +256,7 @@ class Learning:
         device = graph.mesh.device_type
         return MemoryLimit.after(optimizer, device, self.memory, is_first=self._is_first_step)
 
-    def _take(self, learned: Learned, recording: Recording) -> None:
+    def _take(self, learned: Learned, recording: Recording, graph: StepGraph) -> None:
         """Run by what was decided for a recorded step."""
         if self.learned is not None:
             before = self.learned.decisions
@@ -262,9 +266,20 @@ class Learning:
                 self._accepted = self._wanted
         recording.tag_leaves(learned.decisions.depth)
         use_decisions(learned.decisions)
+        if self.rounds == 0:
+            remember_layouts(_layouts_of_results(graph, learned.decisions.depth))
         self.learned, self._unknown = learned, 0
         self.rounds += 1
         _log.info("learned the program: %s", learned)
+
+
+def _layouts_of_results(graph: StepGraph, depth: int) -> dict[Tag, tuple[Placement, ...]]:
+    """By tag, how the results of a recorded step lie; without tags that several layouts have."""
+    layouts: dict[Tag, set[tuple[Placement, ...]]] = {}
+    for tag, node in zip(graph.tags(depth), graph.tensors, strict=True):
+        if tag is not None and node.maker is not None:
+            layouts.setdefault(tag, set()).add(node.spec.placements)
+    return {tag: next(iter(of_tag)) for tag, of_tag in layouts.items() if len(of_tag) == 1}
 
 
 def meshes_of(optimizer: torch.optim.Optimizer) -> Iterator[DeviceMesh]:
