@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, TensorMeta, is_traced, rule_from
+from shardwise.rule import Call, Flow, LocalCall, TensorMeta, is_traced, is_without_data, rule_from
 
 __all__ = ["RULES"]
 
@@ -84,7 +84,9 @@ def _aligned(a: Tensor, b: Tensor, ends: Tensor | None, out_dtype: torch.dtype |
     if not (_fits(a, unit) and _fits(b, unit)):
         deep, wide = -(-k // unit) * unit, -(-n // unit) * unit
         a, b = _padded(a, m, deep), _padded(b, deep, wide)
-    product: Tensor = aten._grouped_mm.default(a, b, ends, None, out_dtype)
+    # In a rehearsal torch's fake tensors would take bfloat16 alone, as its meta kernel does.
+    run = _on_meta if is_without_data(a) and not is_traced(a) else aten._grouped_mm.default
+    product: Tensor = run(a, b, ends, None, out_dtype)
     return product[..., :n].contiguous()
 
 
@@ -98,9 +100,9 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 def _fits(x: Tensor, unit: int) -> bool:
     """Whether rows or columns are dense, and one starts behind the other in a multiple of the unit.
 
-    A graph does not know where its memory starts.
+    Neither a graph nor a rehearsal knows where its memory starts.
     """
-    if 1 in x.shape[-2:] or is_traced(x):
+    if 1 in x.shape[-2:] or is_without_data(x):
         return False
     *batch, row, column = x.stride()
     step, size = (row, x.shape[-1]) if column == 1 else (column, x.shape[-2])

@@ -10,9 +10,12 @@ and 405 billion on 16x16x8x8. Seconds are of one core; memory is that of a rank 
 import resource
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 import click
+import models
 import torch
 from attrs import frozen
 from experts import MixtureOfExperts
@@ -30,14 +33,15 @@ from shardwise.program.amounts import milliseconds, parse_size, size_text
 
 @frozen
 class Case:
-    """A GPT on a mesh, or a mixture of ``experts``. ``shared`` are the mesh dims that share the batch, ``along`` those
-    that share the positions, if any.
+    """A GPT on a mesh, or a mixture of ``experts``, or a ``model`` of models.py that takes what ``given`` makes.
+
+    ``shared`` are the mesh dims that share the batch, ``along`` those that share the positions, if any.
     """
 
     name: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    sizes: tuple[int, int, int, int, int]  # layers, width, heads, context, sequences
+    sizes: tuple  # layers, width, heads, context, sequences; of a ``model`` its arguments
     shared: tuple[str, ...] = ()
     wires: tuple[str, ...] | None = None
     memory: str | None = None
@@ -47,9 +51,13 @@ class Case:
     along: tuple[str, ...] = ()
     #: What the plan may be above the bound.
     gap: float = 0.005
+    model: str = ""
+    given: Callable | None = None
 
     def program(self, mesh):
         """The step, with its parameters whole on every rank."""
+        if self.model:
+            return models.placed(mesh, getattr(models, self.model)(*self.sizes), self.given(), self.shared)
         layers, width, heads, context, batch = self.sizes
         dims = {**dict.fromkeys(self.shared, Shard(0)), **dict.fromkeys(self.along, Shard(1))}
         places = [dims.get(name, Replicate()) for name in self.names]
@@ -67,6 +75,8 @@ class Case:
 
     def recipes(self):
         """The recipes for this program and mesh dims of these names."""
+        if self.model:
+            return recipes(f"models:{self.model}", self.names)
         return recipes("experts:MixtureOfExperts" if self.experts else GPT_RECIPES, self.names)
 
 
@@ -127,6 +137,50 @@ CASES = (
         large=True,
         gap=0.05,
     ),
+)
+
+
+LLAMA_8 = (32, 4096, 32, 8, 14_336, 128_256, 8192)
+LLAMA_70 = (80, 8192, 64, 8, 28_672, 128_256, 8192)
+TRANSLATOR = (6, 1024, 16, 32_000, 512)
+VIT = (12, 768, 12, 224, 16)
+RESNET_50 = ((3, 4, 6, 3), 64)
+UNET = (64, 4, 8)
+TABLES = (26, 1_000_000, 128, 13)
+GROUPED = (4, 1024, 2048, 64)
+ON_8, ON_8_BATCH, ON_2X4 = ((8,), ("tp",)), ((8,), ("dp",)), ((2, 4), ("dp", "tp"))
+
+
+def of_model(name, mesh, model, sizes, given, *given_sizes, **more):
+    """The step of a model, whose batch is whole: the plan decides who takes which part of it."""
+    return Case(name, *mesh, sizes, model=model, given=partial(given, *given_sizes), **more)
+
+
+CASES += (
+    of_model("Llama, 8 billion, (8,)", ON_8, "Llama", LLAMA_8, models.words_in, 128_256, 4, 8192, memory="80GiB"),
+    of_model("Llama, 8 billion, 2x4", ON_2X4, "Llama", LLAMA_8, models.words_in, 128_256, 4, 8192, memory="80GiB"),
+    of_model(
+        "Llama, 70 billion, 16x8",
+        ((16, 8), ("dp", "tp")),
+        "Llama",
+        LLAMA_70,
+        models.words_in,
+        128_256,
+        16,
+        8192,
+        wires=("infiniband", "nvlink"),
+        memory="80GiB",
+        seconds=45.0,
+        large=True,
+    ),
+    of_model("translator, 2x4", ON_2X4, "EncoderDecoder", TRANSLATOR, models.pairs_in, 32_000, 32, 512),
+    of_model("vision transformer, (8,)", ON_8_BATCH, "VisionTransformer", VIT, models.images_in, 64, 224),
+    of_model("vision transformer, 2x4", ON_2X4, "VisionTransformer", VIT, models.images_in, 64, 224),
+    of_model("ResNet-50, (8,)", ON_8_BATCH, "ResNet", RESNET_50, models.images_in, 64, 224),
+    of_model("ResNet-50, 2x4", ON_2X4, "ResNet", RESNET_50, models.images_in, 64, 224),
+    of_model("U-Net, 2x4", ON_2X4, "UNet", UNET, models.noisy_in, 16, 128),
+    of_model("26 tables, (8,)", ON_8_BATCH, "Recommendation", TABLES, models.clicks_in, 8192, 26, 1_000_000, 13),
+    of_model("64 experts by grouped products, 2x4", ON_2X4, "GroupedExperts", GROUPED, models.vectors_in, 8, 512, 1024),
 )
 
 

@@ -53,6 +53,16 @@ def test_a_pattern_that_would_match_more_is_not_used():
     assert patterns_of(layouts) == layouts
 
 
+def test_every_line_holds_for_a_name():
+    """`norm*` stands for `norm` as well, so a line of its own would fit nothing where the plan is used."""
+    layouts = {"a.0.norm1.w": {}, "a.0.norm2.w": {}, "a.1.norm.w": {}, "a.1.up.w": {"tp": "S(0)"}}
+    assert patterns_of(layouts) == {"a.*.norm*.w": {}, "a.*.up.w": {"tp": "S(0)"}}
+    layouts["a.1.norm.w"] = {"tp": "S(0)"}
+    assert patterns_of(layouts) == {"a.0.norm1.w": {}, "a.0.norm2.w": {}, "a.*.norm.w": layouts["a.1.norm.w"]} | {
+        "a.*.up.w": {"tp": "S(0)"}
+    }
+
+
 def test_the_first_pattern_that_matches_places():
     assert FILE.placements_of("head.weight") == ("head.weight", (REPLICATE, Shard(0)))
     assert FILE.placements_of("head.bias") == ("*.bias", (REPLICATE, REPLICATE))

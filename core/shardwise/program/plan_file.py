@@ -180,7 +180,10 @@ def patterns_of(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
             agrees = all(other == layout for n, other in layouts.items() if fnmatchcase(n, pattern))
             patterns[pattern if agrees else name] = layout
     # What is exact comes first, since the first match holds.
-    return dict(sorted(patterns.items(), key=lambda item: ("*" in item[0], item[0])))
+    lines = dict(sorted(patterns.items(), key=lambda item: ("*" in item[0], item[0])))
+    # A line after one that matches all of its names would never hold: norm* also matches norm.
+    first = {name if name in lines else next(p for p in lines if fnmatchcase(name, p)) for name in layouts}
+    return {pattern: layout for pattern, layout in lines.items() if pattern in first}
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -85,16 +85,21 @@ class PricedSearch:
         self._moments = self.problem.moments
 
     def best(self, limit: int | None = None) -> Assignment:
-        """The cheapest assignment found in which a rank holds at most ``limit`` bytes at any time.
+        """The cheapest assignment found in which a rank holds at most ``limit`` bytes at any time. A start that keeps
+        the limit is no cheaper.
 
         Raises :class:`MemoryPlanError` where none is found.
         """
         if limit is not None:
             self._refuse_impossible(limit)
+        return self._or_start(self._searched(limit), limit)
+
+    def _searched(self, limit: int | None) -> _Tried:
+        """The cheapest that is found at prices and between them."""
         if not self._tried:
             self._try(Fraction(0), self.starts, exchanges=bool(self.problem.free - self.problem.pinned))
         if limit is None:
-            return self._improved(self._tried[0], None).found
+            return self._improved(self._tried[0], None)
         if not self._within(limit):
             self._raise_price(limit)
         if self._within(limit):
@@ -104,7 +109,22 @@ class PricedSearch:
             self._price_moments(limit)
         if not self._exchange_parts(limit):
             self._mix(limit)
-        return self._improved(min(self._within(limit), key=lambda tried: tried.found.cost), limit).found
+        return self._improved(min(self._within(limit), key=lambda tried: tried.found.cost), limit)
+
+    def _or_start(self, best: _Tried, limit: int | None) -> Assignment:
+        """What was found, or a cheaper start that keeps the limit, and what is reached from there at the same price.
+
+        The search begins at the starts without a price, and goes on from what it found there. With fewer layers, too,
+        it may miss a start.
+        """
+        for start in sorted(self.starts, key=lambda start: start.cost):
+            if start.cost >= best.found.cost:
+                break
+            if limit is None or self.peak(start) <= limit:
+                better = self._solved_at(best.price, lambda starts: solve_step(self.problem, starts), [start])
+                keeps = limit is None or better.nbytes <= limit
+                return better.found if keeps and better.found.cost < start.cost else start
+        return best.found
 
     def _halve_price(self, limit: int) -> None:
         """Bring the price that is too low and the one that is enough closer to each other."""
