@@ -44,8 +44,9 @@ class _Facts:
     #: Per tensor that is returned: which of the results it is, whether a list, and the argument that it aliases.
     results: tuple[tuple[int, bool, int | None], ...]
     has_lists: bool
-    #: Whether there is one result, a tensor that aliases nothing.
-    is_plain: bool
+    #: Whether there is one result, a tensor, and no operand is in a list; then the operand that it aliases.
+    is_single: bool
+    base: int | None
 
     @classmethod
     def of(cls, schema: OpSchema, entry: Entry) -> _Facts:
@@ -55,8 +56,10 @@ class _Facts:
         tensors = tuple((i, name, kind is Kind.TENSORS) for i, name, kind in kinds)
         results = tuple((i, r.is_list, r.alias) for i, r in enumerate(declared) if r.is_tensor)
         has_lists = any(is_list for _, _, is_list in tensors)
-        is_plain = len(declared) == 1 and results == ((0, False, None),)
-        return cls(entry, is_rule, schema.is_view, tensors, results, has_lists, is_plain)
+        is_single = len(declared) == 1 and not has_lists and [is_list for _, is_list, _ in results] == [False]
+        alias = results[0][2] if is_single else None
+        base = None if alias is None else [i for i, _, _ in tensors].index(alias)
+        return cls(entry, is_rule, schema.is_view, tensors, results, has_lists, is_single, base)
 
     def start(self, schema: OpSchema, argument: int) -> int:
         """Which of the operands of a call, lists flattened, an argument's first tensor is."""
@@ -325,8 +328,8 @@ class Recording:
     def _results(
         self, of: _Facts, schema: OpSchema, operands: Sequence[int | None], result: Any, maker: int | None
     ) -> list[int | None]:
-        if of.is_plain and type(result) is MeshTensor:
-            return [self._new(result, maker, None)]
+        if of.is_single and type(result) is MeshTensor:
+            return [self._new(result, maker, None if of.base is None else operands[of.base])]
         numbers: list[int | None] = []
         for i, is_list, alias in of.results:
             base = None if alias is None else operands[of.start(schema, alias)]
