@@ -169,7 +169,9 @@ def checked(program: Callable[[], list[float]]) -> list[float]:
 
 def test_ops_of_one_rank_alone_are_no_difference(two: WorkerPool) -> None:
     losses = two.run(partial(checked, with_work_of_its_own), timeout=60)
-    assert losses[0] == losses[1] == two.run(with_work_of_its_own)[0]
+    assert losses[0] == losses[1]
+    # A program that is learned by itself may sum in another order.
+    assert two.run(with_work_of_its_own)[0] == pytest.approx(losses[0], rel=1e-6)
 
 
 def with_another_check() -> int:
