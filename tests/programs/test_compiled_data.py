@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 
 import pytest
 import torch
@@ -118,7 +117,13 @@ def assigns(function, placement):
             compiled(function, fullgraph=True)(x, y)
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(Shard(0), id="sharded"),
+        pytest.param(Replicate(), id="replicated", marks=[pytest.mark.slow, pytest.mark.sample]),
+    ],
+)
 @pytest.mark.parametrize("function", ASSIGNMENTS, ids=lambda f: f.__name__)
 def test_data_is_assigned_between_graphs(function, placement, pool):
     pool.run(assigns, function, placement)
@@ -155,11 +160,6 @@ def test_copies_and_new_leaves_between_graphs(pool):
 
 
 # -- what torch does not put into one graph --------------------------------------------------------------------------
-
-
-@cache
-def four():
-    return mesh((4,))
 
 
 LISTED = [1, 2, 3, 4]
@@ -210,6 +210,8 @@ def is_refused_as_by_torch(function, works):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.sample
 @pytest.mark.parametrize(("function", "works"), REFUSED_BY_TORCH.values(), ids=REFUSED_BY_TORCH)
 def test_one_graph_is_refused_where_torch_refuses_it_for_plain_tensors(function, works, pool):
     pool.run(is_refused_as_by_torch, function, works)
@@ -223,7 +225,7 @@ def test_one_graph_where_torch_makes_one_for_plain_tensors(function, pool):
 
 def distributed_within():
     """A tensor that a compiled function has made, without a gradient and with one."""
-    device_mesh = four()
+    device_mesh = mesh((4,))
 
     def place(x):
         return sw.distribute_tensor(x * 2, device_mesh, [Shard(0)], src_data_rank=None)

@@ -235,12 +235,13 @@ def test_it_is_not_learned_where_that_is_not_wanted(two_ranks, program):
         assert counts == [counts[0]] * STEPS
 
 
-def reading_later(first):
+def reading_later(first, ask=None):
     """Read a part of a result from a step on: its placements then, and what was warned of."""
     seen = []
 
     def read(_module, inputs):
-        inputs[0].to_local()
+        read = inputs[0].to_local if ask is None else getattr(inputs[0], ask)
+        read()
         seen.append(inputs[0].placements)
 
     def look(step, model, x):
@@ -258,6 +259,8 @@ def test_a_part_that_is_read_later_only_is_warned_of_once(two_ranks):
     for seen, warned in two_ranks.run(reading_later, 0):
         assert len(set(seen)) == 1  # a layout that the program knows is kept
         assert not warned
+    for _, warned in two_ranks.run(reading_later, 3, "full_tensor"):
+        assert not warned  # it asks for a layout
     for _, warned in two_ranks.run(reading_later, 3):
         ((category, message, file),) = warned or [(None, "", "")]
         assert category is LearnedLayoutWarning

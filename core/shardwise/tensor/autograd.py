@@ -53,7 +53,6 @@ from shardwise.private_torch.transforms import (
     is_wrapped,
 )
 from shardwise.tensor.batched import batched_spec, in_batches, is_on_mesh, moved, spec_of
-from shardwise.tensor.learned_layouts import now_elsewhere, warn_of_another_layout
 from shardwise.tensor.local_parts import agree_on_part, check_device, refuse_dtensor, spec_of_part
 from shardwise.tensor.names import name_of
 from shardwise.tensor.placed import note_placed
@@ -371,8 +370,6 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
         return split(tensor, _checked_grad_layout(grad_placements, spec_of(tensor)))
     if recording.recorder is not None:
         recording.recorder.read(tensor)
-    if now_elsewhere:
-        warn_of_another_layout(tensor)
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None and not has_tangent(tensor):

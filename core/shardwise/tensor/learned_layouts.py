@@ -13,7 +13,9 @@ from shardwise.errors import LearnedLayoutWarning, warn_user
 from shardwise.kernel.placements import Placement, is_strided, show_all
 from shardwise.kernel.tags import Tag
 
-__all__ = ["now_elsewhere", "remember_layouts", "warn_of_another_layout"]
+__all__ = ["note_asked", "now_elsewhere", "remember_layouts", "warn_of_another_layout"]
+
+_ASKED = "_shardwise_asked"
 
 now_elsewhere: dict[Tag, tuple[Placement, ...]] = {}
 """By tag, how a result of the recorded step lay. Empty where nothing is learned, and once it has been told of."""
@@ -25,11 +27,16 @@ def remember_layouts(recorded: Mapping[Tag, tuple[Placement, ...]]) -> None:
     now_elsewhere.update(recorded)
 
 
+def note_asked(tensor: Any) -> None:
+    """Note that the program has asked for the layout of this tensor, and so knows it."""
+    tensor.__dict__[_ASKED] = True
+
+
 def warn_of_another_layout(tensor: Any) -> None:
     """Warn, once, where the program reads the part of a tensor whose layout was decided on since."""
     now = tensor._spec.placements
     before = now_elsewhere.get(tensor._spec.tag)
-    if before is None or before == now or is_strided((*before, *now)):
+    if before is None or before == now or _ASKED in tensor.__dict__ or is_strided((*before, *now)):
         return
     now_elsewhere.clear()
     warn_user(

@@ -20,7 +20,7 @@ from shardwise.private_torch import trees as pytree
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced
 from shardwise.private_torch.transforms import are_transforms_active, below_transforms, is_wrapped
-from shardwise.tensor import local_border
+from shardwise.tensor import autograd, local_border
 from shardwise.tensor.batched import is_on_mesh
 from shardwise.tensor.local_gradients import counted, dual, in_sums, refuse_without_gradient, same_work
 from shardwise.tensor.local_places import layout_of_leaf, layouts_in, mesh_dims, normal, of_arguments, spread
@@ -191,7 +191,7 @@ class LocalFunction:
         # What a transform's tensor requires, those in it may not say.
         is_transformed = type(tensor) is torch.Tensor
         if not (is_transformed or (torch.is_grad_enabled() and tensor.requires_grad)):
-            return tensor.to_local()
+            return autograd.to_local(tensor, None)
         refuse_without_gradient(self.name, f"argument {name}", layout)
         return local_border.enter(tensor, crossing.grad, crossing.again, crossing.weight)
 

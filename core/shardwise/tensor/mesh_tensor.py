@@ -55,6 +55,7 @@ from shardwise.private_torch.transforms import ASKS_OF_TANGENTS, give_attributes
 from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
 from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
+from shardwise.tensor.learned_layouts import note_asked, now_elsewhere, warn_of_another_layout
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.placing_tools import refuse_placing_tools
 from shardwise.tensor.sharing import is_sharing_asked_for
@@ -190,6 +191,8 @@ class MeshTensor(torch.Tensor):
         ``grad_placements`` are the placements of the gradient whose parts are the local gradients; default: those of
         this tensor, with partial read as replicated.
         """
+        if now_elsewhere:
+            warn_of_another_layout(self)
         return autograd.to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -233,6 +236,8 @@ class MeshTensor(torch.Tensor):
             check_flag(asked, async_op, "async_op")
         tensor = self if forward_dtype is None else self.to(forward_dtype)
         redistributed: MeshTensor = autograd.redistribute(tensor, placements, grad_placements, async_op, backward_dtype)
+        if now_elsewhere:
+            note_asked(redistributed)
         return redistributed
 
     @classmethod
@@ -249,7 +254,7 @@ class MeshTensor(torch.Tensor):
     def to_dtensor(self) -> DTensor:
         """The same layout and the same memory as a torch ``DTensor``; differentiable."""
         return DTensor.from_local(
-            self.to_local(),
+            autograd.to_local(self, None),
             self.device_mesh,
             self.placements,
             run_check=False,
