@@ -154,7 +154,7 @@ def test_a_step_that_one_rank_runs_in_another_way_is_not_learned(two_ranks, unti
 
 def with_calls_of_one_rank_alone():
     """Rank 1 alone has made so many calls before the first step that it records no more of them."""
-    real, automatic._BEFORE_BACKWARD = automatic._BEFORE_BACKWARD, 200
+    real, automatic._UNTRAINED = automatic._UNTRAINED, (200, 20_000, 16)
 
     def look(step, model, x):
         if dist.get_rank() == 1 and step == 0 and isinstance(x, sw.MeshTensor):
@@ -168,7 +168,7 @@ def with_calls_of_one_rank_alone():
             counts, on = trained(Blocks, mesh((2,)), WEIGHTS_ONLY, look)
             return counts, on.rounds
     finally:
-        automatic._BEFORE_BACKWARD = real
+        automatic._UNTRAINED = real
 
 
 def test_a_rank_that_records_no_more_holds_up_nobody(two_ranks):
@@ -177,26 +177,63 @@ def test_a_rank_that_records_no_more_holds_up_nobody(two_ranks):
         assert counts[0] == counts[1] > counts[2]
 
 
-def without_training():
-    """Inference: the recorder before and after many calls."""
-    real, automatic._BEFORE_BACKWARD = automatic._BEFORE_BACKWARD, 100
+def without_training(limits, with_grad, passes):
+    """A program without an optimizer: the recorder before and after many calls."""
+    real, automatic._UNTRAINED = automatic._UNTRAINED, limits
     try:
         with by_itself():
             m = mesh((2,))
             model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
             x = sw.distribute_tensor(torch.ones(2, 32), m, [Replicate()])
             begun = recording.recording.recorder is not None
-            with torch.no_grad(), warnings.catch_warnings():
+            with torch.set_grad_enabled(with_grad), warnings.catch_warnings():
                 warnings.simplefilter("error")
                 for _ in range(20):
-                    model(x)
-            return begun, recording.recording.recorder
+                    y = model(x)
+                    if passes:
+                        y.sum().backward()
+            return begun, recording.recording.recorder is None
     finally:
-        automatic._BEFORE_BACKWARD = real
+        automatic._UNTRAINED = real
 
 
-def test_a_program_that_does_not_train_is_recorded_no_more(two_ranks):
-    assert two_ranks.run(without_training) == [(True, None)] * 2
+@pytest.mark.parametrize(
+    ("limits", "with_grad", "passes", "ends"),
+    [
+        ((100, 10_000, 100), False, False, True),
+        ((100, 10_000, 100), True, False, False),
+        ((10_000, 100, 100), True, False, True),
+        ((100, 100, 100), True, True, False),
+        ((100, 100, 19), True, True, True),
+        ((100, 100, 20), True, True, False),
+    ],
+)
+def test_a_program_that_does_not_train_is_recorded_no_more(two_ranks, limits, with_grad, passes, ends):
+    assert two_ranks.run(without_training, limits, with_grad, passes) == [(True, ends)] * 2
+
+
+def accumulating():
+    """More backward passes in a step than a program has that is taken for one that trains: the rounds."""
+    real, automatic._UNTRAINED = automatic._UNTRAINED, (2_000, 20_000, 3)
+    try:
+        with by_itself():
+            m = mesh((2,))
+            torch.manual_seed(0)
+            model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+            optimizer = torch.optim.AdamW(model.parameters())
+            x = sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])
+            for _ in range(3):
+                optimizer.zero_grad()
+                for _ in range(5):
+                    model(x).square().mean().backward()
+                optimizer.step()
+            return learning.running().rounds
+    finally:
+        automatic._UNTRAINED = real
+
+
+def test_a_program_with_many_backward_passes_is_learned_from_its_second_step(two_ranks):
+    assert two_ranks.run(accumulating) == [1, 1]
 
 
 def branching():

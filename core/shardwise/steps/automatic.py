@@ -40,14 +40,19 @@ from shardwise.steps.learning import (
     start,
 )
 from shardwise.steps.memory_limit import MemoryLimit
-from shardwise.steps.recording import Recording
+from shardwise.steps.recording import Recording, Trial
 
 __all__ = ["Automatic", "learn_by_itself"]
 
 _log = logging.getLogger(__name__)
 
-_BEFORE_BACKWARD, _MOST_CALLS = 20_000, 50_000
-"""Calls that are recorded before the first of a backward pass, and in all. A program that does not train has none."""
+_MOST_CALLS = 50_000
+"""Calls that are recorded of a step."""
+
+_UNTRAINED = 2_000, 20_000, 16
+"""Calls without gradients and calls in all before the first backward pass, and backward passes, until a program that
+has had no optimizer's step is taken for one that does not train. Calls are slower while they are recorded.
+"""
 
 _TRIES_IN_A_ROW, _MOST_TRIES = 3, 8
 """Steps that are recorded until one can be learned: the first ones, and then some at which the ranks meet."""
@@ -93,7 +98,8 @@ class Automatic(Learning):
 
     def _record(self) -> None:
         self._is_wanted = True
-        self._recording = Recording(_MOST_CALLS, self._give_up, before_backward=_BEFORE_BACKWARD, follows_modules=False)
+        trial = None if self._steps else Trial(*_UNTRAINED)
+        self._recording = Recording(_MOST_CALLS, self._give_up, trial=trial, follows_modules=False)
         self._running.enter_context(self._recording.running())
 
     def _give_up(self) -> None:

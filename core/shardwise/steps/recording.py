@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import torch
 from attrs import define, evolve, field, frozen
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -26,7 +27,7 @@ from shardwise.program.step_rows import in_whole
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import NAME, tag_by_name
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "Trial"]
 
 _NODE = "_shardwise_node"
 _tokens = count()
@@ -68,6 +69,31 @@ class _Facts:
         return next(n for n, (i, _, _) in enumerate(self.tensors) if i == argument)
 
 
+@define(eq=False)
+class Trial:
+    """What tells a program that trains from one that does not, before its first optimizer's step."""
+
+    #: Calls without gradients and calls in all before the first backward pass, and backward passes.
+    most_without_grad: int
+    most_calls: int
+    most_passes: int
+    _without_grad: int = 0
+    _calls: int = 0
+    _passes: int = 0
+    _was_backward: bool = False
+
+    def fails(self, is_backward: bool) -> bool:
+        """Whether the program does not train, as it seems after one more call."""
+        if is_backward is not self._was_backward:
+            self._passes += is_backward
+            self._was_backward = is_backward
+        if self._passes:
+            return self._passes > self.most_passes
+        self._calls += 1
+        self._without_grad += not torch.is_grad_enabled()
+        return self._without_grad > self.most_without_grad or self._calls > self.most_calls
+
+
 _OfPlan = tuple[Plan, _Facts, OpSchema, tuple[int, ...], bool]
 """What calls by a plan have in common, most of which have one that an earlier one had: the plan (so that its id stays
 its own), what all calls of its op have, the schema, the operands that are written, and whether a decision may be about
@@ -82,13 +108,13 @@ class Recording:
     With ``follows_modules`` each call has the name of the module that makes it, by hooks on all modules, after which
     compiled code is compiled again. Else it has that of the parameter, or of the call, from which it comes.
 
-    A step may have ``most`` calls, and ``before_backward`` calls before the first of a backward pass: at the next one
-    ``on_full`` is called, which ends the recording.
+    A step may have ``most`` calls: at the next one ``on_full`` is called, which ends the recording. With a ``trial`` it
+    is called as well once that says that the program does not train.
     """
 
     most: int | None = None
     on_full: Callable[[], None] = lambda: None
-    before_backward: int | None = None
+    trial: Trial | None = None
     follows_modules: bool = True
     meshes: list[Mesh] = field(factory=list)
     leaves: list[Any] = field(factory=list)
@@ -109,10 +135,6 @@ class Recording:
     _token: int = field(factory=lambda: next(_tokens))
     _modules: list[str] = field(factory=list)
     _names: dict[int, str] = field(factory=dict)
-    _limit: int | None = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._limit = self.most if self.before_backward is None else self.before_backward
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -197,7 +219,7 @@ class Recording:
     def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
         """A call that ran by a rule."""
         plan, self.plan = self.plan, None
-        if len(self._calls) == self._limit:
+        if len(self._calls) == self.most:
             self.on_full()
             return
         if plan is None:
@@ -209,8 +231,9 @@ class Recording:
         if written:
             self._written.update(t for i in written if (t := operands[i]) is not None)
         is_backward = in_backward()
-        if is_backward:
-            self._limit = self.most
+        if self.trial is not None and self.trial.fails(is_backward):
+            self.on_full()
+            return
         # The copy that autograd makes of a gradient is the leaf's: no decision is about it.
         is_open = may_decide and (not is_backward or of.is_view or leaf_to_accumulate() is None)
         number = len(self._calls) if is_open else None
