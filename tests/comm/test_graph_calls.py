@@ -60,6 +60,15 @@ def log() -> CollectiveLog:
     return of_group
 
 
+def look_at_lines_anew() -> None:
+    """Have the log look at the line of each call again.
+
+    A call that follows the same call as before is taken to be at the same line, and another test may have made both.
+    """
+    log()._entries.clear()
+    log()._at = type(log()._at)(0, 0, None)
+
+
 def product(x: Any, w: Any) -> Any:
     return (x @ w).relu().sum()
 
@@ -85,6 +94,7 @@ def broken(x: Any, w: Any) -> Any:
 def recorded_beside_graphs(program: Callable[..., Any], fullgraph: bool) -> tuple[list[str], Counter[str]]:
     """What the second call and its backward pass record, and the collectives in the graphs of the first."""
     torch._dynamo.reset()
+    look_at_lines_anew()
     in_graphs: Counter[str] = Counter()
 
     def see(graph: Any) -> None:
@@ -141,6 +151,7 @@ def test_torch_finds_wrapped_ops_in_its_tables() -> None:
 
 def records_of(options: dict[str, Any]) -> tuple[float, int, list[str]]:
     torch._dynamo.reset()
+    look_at_lines_anew()
     x, w = operands()
     compiled = torch.compile(product, **options)
     compiled(x, w).backward()
