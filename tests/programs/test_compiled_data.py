@@ -233,5 +233,6 @@ def distributed_within():
     torch.testing.assert_close(whole(compiled(place, fullgraph=True)(WHOLE.clone())), WHOLE * 2)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch puts no mesh of a closure into a graph")
 def test_a_tensor_made_in_a_graph_is_distributed(pool):
     pool.run(distributed_within)

@@ -201,7 +201,7 @@ def rank():
 def _context_parallel(x):
     from torch.distributed.tensor.experimental import context_parallel
 
-    with context_parallel(mesh((4,)), buffers=[x], buffer_seq_dims=[0]):
+    with context_parallel(mesh((4,)), buffers=[x.repeat(2, 1)], buffer_seq_dims=[0]):
         pass
 
 
