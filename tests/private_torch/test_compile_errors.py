@@ -59,6 +59,8 @@ def refused_where_it_is_traced():
         (LocalPlacementError, local),
         (ArgumentError, lambda x: sw.zeros("a", device_mesh=x.device_mesh)),
     ):
+        if error is ArgumentError and torch.__version__ < "2.12":
+            continue  # torch puts no mesh into a graph
         with pytest.raises(ShardingError) as expected:
             ask(x)
         with pytest.raises(error) as caught:
