@@ -236,21 +236,39 @@ def test_a_program_with_many_backward_passes_is_learned_from_its_second_step(two
     assert two_ranks.run(accumulating) == [1, 1]
 
 
-def branching():
-    """Another branch from the fourth step on, and what the decisions knew of it in the end."""
+class Growing(Blocks):
+    """Blocks of another width, which only later steps go through."""
 
-    def wider(step, model, x):
-        return x if step < 3 else (x * 2).sin().abs().sqrt().exp().log1p().tanh()
+    def __init__(self):
+        super().__init__()
+        self.late = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(32, 96), "down": nn.Linear(96, 32)}) for _ in "abc")
+        self.is_late = False
+
+    def forward(self, x):
+        x = super().forward(x)
+        for block in self.late if self.is_late else ():
+            x = x + block["down"](torch.tanh(block["up"](x)))
+        return x
+
+
+def growing():
+    """The collectives of steps of which those from the fourth on go through more blocks."""
+
+    def grow(step, model, x):
+        model.is_late = step >= 3
+        return x
 
     with by_itself():
-        _, on = trained(Blocks, mesh((2,)), WEIGHTS_ONLY, wider, steps=8)
-        return on.rounds, decided.in_force.decisions is on.learned.decisions
+        counts, on = trained(Growing, mesh((2,)), WEIGHTS_ONLY, grow, steps=8)
+        return counts, on.rounds
 
 
 def test_calls_that_come_later_are_learned_where_the_ranks_meet(two_ranks):
-    for rounds, holds in two_ranks.run(branching):
-        assert rounds in (1, 2)  # nothing is gained by the elementwise ops, but the ranks agree on that
-        assert holds
+    for counts, rounds in two_ranks.run(growing):
+        # The ranks meet after the fourth step, and the fifth is recorded.
+        assert rounds == 2
+        assert counts[5:] == [counts[5]] * 3
+        assert counts[5] < 0.8 * counts[3]
 
 
 def with_a_policy():
@@ -370,17 +388,18 @@ def test_another_model_begins_anew(two_ranks):
         assert not is_the_same
 
 
-def on_a_part_of_the_ranks():
-    with by_itself():
+def on_a_part_of_the_ranks(said):
+    with by_itself(said):
         m = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
         sw.distribute_module(nn.Linear(4, 4), m, {"weight": [Shard(0)]})
-        return type(learning.running()).__name__, recording.recording.recorder
+        return type(learning.running()).__name__, recording.recording.recorder is None
 
 
 @pytest.mark.slow
 @pytest.mark.sample
-def test_a_program_on_a_part_of_the_ranks_is_not_learned(pool):
-    assert pool.run(on_a_part_of_the_ranks) == [("NoneType", None)] * 4
+def test_a_program_on_a_part_of_the_ranks_is_learned_only_where_it_asks(pool):
+    assert pool.run(on_a_part_of_the_ranks, "auto") == [("NoneType", True)] * 4
+    assert pool.run(on_a_part_of_the_ranks, "on") == [("Learning", False)] * 4
 
 
 def with_a_closure():

@@ -296,6 +296,38 @@ def test_a_program_with_a_result_that_is_known_only_afterwards_is_learned(two_ra
         torch.testing.assert_close(losses, plain, **TIGHT)
 
 
+def begun_before_the_step(with_closure):
+    """Learning that begins between a backward pass and the optimizer's step, or whose steps run in closures."""
+    m = mesh((2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    sw.distribute_module(model, m, {"0.weight": [Shard(0)], "2.weight": [Shard(1)]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = sw.distribute_tensor(floats(8, 16).float(), m, [Replicate()])
+
+    def backward():
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    backward()
+    with sw.learn() as here:
+        optimizer.step()
+        for _ in range(3):
+            if with_closure:
+                optimizer.step(backward)
+            else:
+                backward()
+                optimizer.step()
+        return here.rounds
+
+
+def test_a_step_of_which_nothing_was_recorded_is_not_the_one_that_is_learned(two_ranks):
+    assert two_ranks.run(begun_before_the_step, False) == [1, 1]
+    assert two_ranks.run(begun_before_the_step, True) == [0, 0]
+
+
 def turned_off():
     m = mesh((2,))
     model = nn.Linear(4, 4)

@@ -68,23 +68,20 @@ _WORTH = 0.95
 class Automatic(Learning):
     """Learning that a program has not asked for."""
 
+    times: int = 0
+    """How often another module has begun it anew."""
     _steps: int = field(default=0, init=False)
     _tries: int = field(default=0, init=False)
-    _modules: int = field(default=0, init=False)
     _is_wanted: bool = field(default=True, init=False)
     """Whether the step that runs is one to be learned, whether or not this rank still records it."""
     _world: int = field(factory=world_number, init=False)
     _judged: WeakSet[torch.optim.Optimizer] = field(factory=WeakSet, init=False)
     """Those whose steps would gain little. A program may have several, as for two models against each other."""
 
-    def begin_anew(self) -> None:
-        """Another module was placed: what was decided is for another program."""
-        if not self._is_wanted and self._modules < _MOST_MODULES:
-            self._modules += 1
-            self.close()
-            self.learned, self.rounds, self._tries, self._steps = None, 0, 0, 0
-            self._judged.clear()
-            self.start()
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether another module that is placed makes another program, which what was decided is not for."""
+        return not self._is_wanted and self.times < _MOST_MODULES
 
     @property
     def is_of_this_world(self) -> bool:
@@ -159,7 +156,7 @@ class Automatic(Learning):
             elif self._tries == _MOST_TRIES:
                 self.freeze()
         elif not news:
-            self._wait_for_unknown_calls()
+            self._wait_for_calls()
         else:
             self._decide_on(recording, graph, limit, optimizer)
 
@@ -229,16 +226,19 @@ def _is_captured() -> bool:
 
 def learn_by_itself(mesh: Any) -> None:
     """A module was placed on a mesh: learn the program from here on, unless it or the settings say otherwise."""
-    if is_settled() or is_rehearsing() or not _has_all_ranks(mesh):
+    if is_settled() or is_rehearsing():
         return
     if read_settings().learn:
         learn()
         return
-    active = running()
-    if isinstance(active, Automatic) and active.is_of_this_world:
-        active.begin_anew()
+    if not _has_all_ranks(mesh):
         return
+    active, times = running(), 0
+    if isinstance(active, Automatic) and active.is_of_this_world:
+        if not active.may_begin_anew:
+            return
+        times = active.times + 1
     if active is not None:
         active.close()
     if in_force.decisions is None:
-        start(Automatic())
+        start(Automatic(times=times))

@@ -220,16 +220,18 @@ class Learning:
         )
 
     def _decide(self, recording: Recording, optimizer: torch.optim.Optimizer) -> None:
-        if len(recording.meshes) != 1:
-            why = "it makes its calls within optimizer.step()" if not recording.meshes else "it uses several meshes"
-            _log.warning("the program is not planned as a whole: %s", why)
+        if len(recording.meshes) > 1:
+            _log.warning("the program uses %d meshes; it is not planned as a whole", len(recording.meshes))
+            return
+        if not recording.meshes:  # as where learning began between a backward pass and the step
+            self._wait_for_calls()
             return
         with outside_modes(), torch.no_grad():
             graph = recording.graph()
             if has_ranks(graph.mesh):
                 agree_on_recording(graph)
-            if not self._is_news(recording):
-                self._wait_for_unknown_calls()
+            if not graph.calls or not self._is_news(recording):
+                self._wait_for_calls()
                 return
             limit = self._limit(graph, optimizer)
             try:
@@ -243,10 +245,10 @@ class Learning:
         """Whether a recorded step is worth deciding on: the first one, or one with many unknown calls."""
         return self.learned is None or self._has_many(len(recording.schemas & in_force.unknown_calls))
 
-    def _wait_for_unknown_calls(self) -> None:
-        """Record the next step, too, unless enough of them had no unknown calls.
+    def _wait_for_calls(self) -> None:
+        """Record the next step, too, unless enough of them had no calls that are wanted.
 
-        These were another step's: a branch that every other step takes, for example.
+        Unknown ones were another step's: a branch that every other step takes, for example.
         """
         self._known_steps += 1
         if self._known_steps < _PATIENCE:
