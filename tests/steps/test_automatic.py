@@ -425,6 +425,36 @@ def test_an_optimizer_with_a_closure_is_left_alone(two_ranks):
     assert two_ranks.run(with_a_closure) == [(True, 0)] * 2
 
 
+def in_a_hook_of_each_parameter():
+    """Each parameter's optimizer steps as soon as the gradient is there: no step of an optimizer ends a whole step."""
+    with by_itself():
+        m = mesh((2,))
+        torch.manual_seed(0)
+        model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+        optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        x = sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])
+        counts, sent = [], Counter()
+        with observe(lambda event: sent.update([event.kind])):
+            for _ in range(4):
+                sent.clear()
+                model(x).square().mean().backward()
+                counts.append(sum(sent.values()))
+        return counts, learning.running().rounds
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_left_alone(two_ranks):
+    for counts, rounds in two_ranks.run(in_a_hook_of_each_parameter):
+        assert rounds == 0
+        assert counts == [counts[0]] * 4
+
+
 def failing_on_one_rank():
     """What one rank cannot do, none does: its record of the step makes no graph."""
 

@@ -1,6 +1,9 @@
 """Learning: from the second step on a program runs by decisions for the whole step, and its numbers stay."""
 
+import copy
 import io
+import itertools
+import pickle
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -21,6 +24,7 @@ from shardwise.errors import NoPlanError, RankDisagreementError
 from shardwise.kernel import recording  # the module: what it holds is copied to the ranks with a test
 from shardwise.kernel.placements import strided_shard
 from shardwise.steps import learning
+from shardwise.steps import recording as step_recording
 from shardwise.tensor import optimizer_step as stepping
 from shardwise.testing import mesh
 
@@ -456,3 +460,77 @@ def test_parameters_that_were_loaded_in_a_later_step_are_known():
             optimizer.step()
         assert learned_here.rounds <= 2
         assert sent[-1] < sent[0]
+
+
+def assigned(model):
+    """As an optimizer that steps back writes it: what is assigned is the result of an op."""
+    for parameter in model.parameters():
+        parameter.data = parameter.detach() * 1.0
+    return model
+
+
+def loaded(model):
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    return model
+
+
+OTHER_TENSORS = {
+    "deep copy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "x.data = y": assigned,
+    "load_state_dict with assign": loaded,
+}
+
+
+@pytest.mark.parametrize("way", OTHER_TENSORS)
+def test_parameters_that_were_given_other_values_stay_known(way):
+    with fake_mesh(2, 2) as m, sw.learn() as learned_here:
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        sw.distribute_module(model, m, {"*.weight": {"tp": Shard(0)}}, src_data_rank=None)
+        unknown = []
+        for step in range(STEPS):
+            if step:
+                model = OTHER_TENSORS[way](model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            x = sw.distribute_tensor(torch.ones(4, 6), m, [Shard(0), Replicate()], src_data_rank=None)
+            before = decided.in_force.unknown
+            model(x).square().mean().backward()
+            unknown.append(decided.in_force.unknown - before)
+            optimizer.step()
+        assert learned_here.learned is not None
+        assert unknown == [0] * STEPS  # what makes the values, between the steps, does not count
+
+
+@pytest.mark.parametrize("way", ["deep copy", "pickle"])
+def test_a_copy_that_is_made_in_the_recorded_step_is_another_tensor(way):
+    with fake_mesh(2, 2) as m, sw.learn() as learned_here:
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        sw.distribute_module(model, m, {"*.weight": {"tp": Shard(0)}}, src_data_rank=None)
+        x = sw.distribute_tensor(torch.ones(4, 6), m, [Shard(0), Replicate()], src_data_rank=None)
+        model(x)
+        other = OTHER_TENSORS[way](model)
+        (model(x) - other(x)).square().mean().backward()
+        leaves = learned_here._recording.leaves
+        copies = list(other.parameters())
+        assert all(any(leaf is parameter for leaf in leaves) for parameter in copies)
+        torch.optim.SGD([*model.parameters(), *copies], lr=0.1).step()
+        assert learned_here.rounds == 1
+
+
+def test_a_tensor_of_an_earlier_run_is_not_one_of_the_step(monkeypatch):
+    """A file that was written while a step was recorded is read while another one is, in another process."""
+    with fake_mesh(2, 2) as m:
+        written = []
+        for step in range(2):
+            monkeypatch.setattr(step_recording, "_tokens", itertools.count())  # as a process has it that has just begun
+            with sw.learn() as learned_here:
+                model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+                sw.distribute_module(model, m, {"*.weight": {"tp": Shard(0)}}, src_data_rank=None)
+                x = sw.distribute_tensor(torch.ones(4, 6), m, [Shard(0), Replicate()], src_data_rank=None)
+                if step:
+                    model = pickle.loads(written[0])
+                loss = model(x).square().mean()
+                written.append(pickle.dumps(model))
+                loss.backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                assert learned_here.rounds == 1

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.signature import Op
 
-__all__ = ["Recorder", "recording"]
+__all__ = ["NODE", "Recorder", "recording"]
+
+NODE = "_shardwise_node"
+"""The attribute by which a recorder knows a tensor. A copy with memory of its own is another tensor."""
 
 
 class Recorder(Protocol):

@@ -23,6 +23,7 @@ from shardwise.engine.decided import in_force
 from shardwise.errors import MemoryPlanError, NoPlanError
 from shardwise.kernel.recording import recording as recorded
 from shardwise.kernel.world import world_number
+from shardwise.private_torch.dispatch import in_backward
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.modes import outside_modes
 from shardwise.settings import read_settings
@@ -62,6 +63,8 @@ _MOST_MODULES = 8
 
 _WORTH = 0.95
 """What a step by decisions may cost, of one without them. Less is not worth another order of sums."""
+
+_PART_OF_A_STEP = "its optimizer steps in the backward pass, of which only a part has run"
 
 
 @define(eq=False, repr=False)
@@ -138,7 +141,8 @@ class Automatic(Learning):
 
     def _meet(self, recording: Recording | None, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
         """Decide for a recorded step, if all ranks recorded the same one and each of them can."""
-        reason, said, news, graph, limit = _refusal(recording, mesh, self.learned), "", False, None, None
+        said, news, graph, limit = "", False, None, None
+        reason = _PART_OF_A_STEP if in_backward() else _refusal(recording, mesh, self.learned)
         if not reason and recording is not None:
             try:
                 graph = recording.graph()

@@ -17,6 +17,7 @@ from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
+from shardwise.kernel.recording import NODE
 from shardwise.kernel.rule import Rule
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op
@@ -29,7 +30,6 @@ from shardwise.tensor.names import NAME, tag_by_name
 
 __all__ = ["Recording", "Trial"]
 
-_NODE = "_shardwise_node"
 _tokens = count()
 
 
@@ -212,7 +212,7 @@ class Recording:
         """Give parameters and buffers the tags by which decisions know them."""
         for leaf in self.leaves:
             tag_by_name(leaf, depth)
-            leaf.__dict__.pop(_NODE, None)
+            leaf.__dict__.pop(NODE, None)
 
     # -- what the dispatcher tells -------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class Recording:
                 continue
             if type(value) is MeshTensor:
                 of_value = value.__dict__
-                known = of_value.get(_NODE)
+                known = of_value.get(NODE)
                 if known is not None and known[0] == token and NAME not in of_value:
                     numbers.append(known[1])
                     continue
@@ -331,7 +331,7 @@ class Recording:
             self._tensors.append((spec, None, None, ""))
             return len(self._tensors) - 1
         of_value = value.__dict__
-        known = of_value.get(_NODE)
+        known = of_value.get(NODE)
         # A parameter that is made while this records was an op's result before it had its name.
         if known is not None and known[0] == self._token and (NAME not in of_value or self._tensors[known[1]][3]):
             number: int = known[1]
@@ -345,7 +345,7 @@ class Recording:
         of_tensor, tensors = tensor.__dict__, self._tensors
         number = len(tensors)
         tensors.append((tensor._spec, maker, base, of_tensor.get(NAME, "")))
-        of_tensor[_NODE] = (self._token, number)
+        of_tensor[NODE] = (self._token, number)
         return number
 
     def _results(

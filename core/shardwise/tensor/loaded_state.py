@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.decided import in_force
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.names import name_of, name_tensor, tag_by_name
 
 __all__ = ["place_assigned"]
 
@@ -19,6 +21,16 @@ def place_assigned(module: nn.Module) -> None:
     and the module would be whole on every rank. Every rank must call it, as any loading.
     """
     module.register_load_state_dict_pre_hook(_place)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    module.register_load_state_dict_post_hook(_name)  # type: ignore[no-untyped-call]  # the same
+
+
+def _name(module: nn.Module, _: Any) -> None:
+    """A torch hook: called after loading, which may have put other tensors in place of those that had names."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, MeshTensor) and not name_of(tensor):
+            name_tensor(tensor, name)
+            if in_force.decisions is not None:
+                tag_by_name(tensor, in_force.decisions.depth)
 
 
 def _place(

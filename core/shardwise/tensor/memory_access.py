@@ -26,6 +26,7 @@ from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
 from shardwise.private_torch.distributed import is_staging
 from shardwise.private_torch.tracing import SETS_MEMORY, end_graph, is_compiled_now, is_describing, is_traced
+from shardwise.tensor.names import name_of
 
 __all__ = [
     "copied",
@@ -63,6 +64,8 @@ def _set_data(tensor: Any, value: Any) -> None:
     spec: Any = None
     if isinstance(value, tensor_class()):
         local, spec = value._local_tensor, value._spec
+        if name_of(tensor):  # a parameter stays the one that decisions know, whatever its values come from
+            spec = spec.with_tag(tensor._spec.tag)
         # A wrapper of its own: what two wrappers share says nothing of memory, and torch makes no graph of two that do.
         value = new_wrapper(tensor_class(), local, spec, False)
     set_data(tensor, value)  # raises as torch does, for example for an integer tensor under a parameter

@@ -19,6 +19,7 @@ from shardwise.comm.origins import ORIGIN
 from shardwise.comm.policy import InForceThen
 from shardwise.comm.policy import in_force as policies
 from shardwise.engine.composites import replicated_tensor
+from shardwise.engine.decided import in_force
 from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError, ShardingError
@@ -27,7 +28,7 @@ from shardwise.kernel.dispatcher import answer, dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
 from shardwise.kernel.places import Places
-from shardwise.kernel.recording import recording
+from shardwise.kernel.recording import NODE, recording
 from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -57,6 +58,7 @@ from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.learned_layouts import note_asked, now_elsewhere, warn_of_another_layout
 from shardwise.tensor.memory_access import refusing
+from shardwise.tensor.names import tag_by_name
 from shardwise.tensor.placing_tools import refuse_placing_tools
 from shardwise.tensor.sharing import is_sharing_asked_for
 
@@ -426,9 +428,8 @@ class MeshTensor(torch.Tensor):
             raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
         local, spec = memory_access.copied(self, memo)
         clone: Self = new_wrapper(type(self), local, spec, False)
-        clone.__dict__.update(
-            copy.deepcopy({k: v for k, v in self.__dict__.items() if k != leaf_grads.HAS_GRAD_HOOK}, memo)
-        )
+        own = (leaf_grads.HAS_GRAD_HOOK, NODE)
+        clone.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo))
         memo[id(self)] = clone
         if self.requires_grad:
             clone.requires_grad_()
@@ -446,7 +447,7 @@ class MeshTensor(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         dcp_chunks.check_has_data(f"pickle {self._spec}")
         # One rank's part, and the place of that rank. To join the parts is the task of a checkpoint.
-        of_this_run = (leaf_grads.HAS_GRAD_HOOK, ORIGIN)
+        of_this_run = (leaf_grads.HAS_GRAD_HOOK, ORIGIN, NODE)
         attributes = {k: v for k, v in self.__dict__.items() if k not in of_this_run}
         meta = self._spec.tensor_meta
         parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
@@ -493,6 +494,8 @@ def _rebuild(
     _check_same_place(saved_at, mesh, placements, meta[0])
     tensor = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(*meta)), requires_grad)
     tensor.__dict__.update(attributes)
+    if in_force.decisions is not None:
+        tag_by_name(tensor, in_force.decisions.depth)
     return tensor
 
 
