@@ -1,6 +1,7 @@
 """Programs that say nothing are learned from their first ``distribute_module`` on, where that is safe and worth it."""
 
 import os
+import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -175,6 +176,48 @@ def test_a_rank_that_records_no_more_holds_up_nobody(two_ranks):
     for counts, rounds in two_ranks.run(with_calls_of_one_rank_alone):
         assert rounds == 1
         assert counts[0] == counts[1] > counts[2]
+
+
+def stepping_on_rank_0(late):
+    """Rank 0 alone makes optimizer steps, of a program that sends what it sends on all ranks. The others may follow."""
+    with by_itself():
+        m = mesh((2,))
+        torch.manual_seed(0)
+        model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        x = sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])
+        for _ in range(2):
+            model(x).square().mean().backward()
+            if dist.get_rank() == 0:
+                optimizer.step()
+            dist.barrier()
+        if late:
+            model(x).square().mean().backward()
+            optimizer.step()
+        total = torch.ones(1)
+        dist.all_reduce(total)  # the process group still works
+        return learning.running().rounds, total.item()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_makes_no_step_is_not_waited_for(two_ranks, late):
+    assert two_ranks.run(stepping_on_rank_0, late) == [(0, 2.0)] * 2
+
+
+def coming_late():
+    """Rank 1 makes its first step a second after rank 0."""
+
+    def look(step, _model, x):
+        if step == 0 and isinstance(x, sw.MeshTensor) and dist.get_rank() == 1:
+            time.sleep(1.0)
+        return x
+
+    with by_itself():
+        return trained(Blocks, mesh((2,)), WEIGHTS_ONLY, look)[1].rounds
+
+
+def test_a_rank_that_is_late_is_waited_for(two_ranks):
+    assert two_ranks.run(coming_late) == [1, 1]
 
 
 def without_training(limits, with_grad, passes):

@@ -62,6 +62,7 @@ __all__ = [
     "explain",
     "go_on",
     "groups_are_closed",
+    "joined_world",
     "start_anew",
     "tell",
     "trying",
@@ -79,7 +80,7 @@ def watch(process_group: Any, group: Any = None) -> None:
 
     ``group`` is the :class:`shardwise.comm.group.Group` that issues its collectives, if there is one already.
     """
-    world = _joined_world()
+    world = joined_world()
     if world is not None:
         world.process_groups.add(process_group)
         if group is not None:
@@ -89,7 +90,8 @@ def watch(process_group: Any, group: Any = None) -> None:
                 group.hold(go_on)
 
 
-def _joined_world() -> World | None:
+def joined_world() -> World | None:
+    """What this rank tells and knows of failures in the default process group; the first call begins that."""
     world = current_world()
     if world is None and dist.is_initialized() and not is_rehearsing():
         if PROCESS.watched not in (None, os.getpid()):
@@ -161,7 +163,7 @@ def explain(error: BaseException) -> None:
 
 def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     """Leave a note about an error of this rank. ``is_final`` says that the rank will not go on."""
-    world = None if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)) else _joined_world()
+    world = None if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)) else joined_world()
     if world is None or world.failure is not None:
         return
     if world.own is not None and _TOLD in vars(error):
@@ -290,7 +292,7 @@ def all_say(op: str, text: str, ranks: Sequence[int]) -> bool | None:
     The ranks meet in the store, so one that waits in a collective instead gets no bytes that it does not expect. Then
     both raise: this rank :class:`RankDisagreementError`, and the other :class:`RankFailedError`.
     """
-    world = _joined_world()
+    world = joined_world()
     if world is None:
         return None
     go_on()

@@ -2,12 +2,12 @@
 
 It must not stop a program that runs without it. So it raises nothing of its own, and the ranks meet in the store at
 optimizer steps that all of them know: after the steps that are recorded, and after step 1, 2, 4, 8 and so on. They go
-on as one of them can go on: what a rank alone has seen changes nothing.
+on as one of them can go on: what a rank alone has seen changes nothing. If a rank does not come, nothing more is
+learned (:mod:`shardwise.comm.free_meeting`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import Any
 from weakref import WeakSet
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from attrs import define, field
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.free_meeting import meet
 from shardwise.comm.policy import in_force as policies
-from shardwise.comm.rank_failures import all_say
 from shardwise.engine.decided import in_force
 from shardwise.errors import MemoryPlanError, NoPlanError
 from shardwise.kernel.recording import recording as recorded
@@ -77,6 +77,8 @@ class Automatic(Learning):
     _tries: int = field(default=0, init=False)
     _is_wanted: bool = field(default=True, init=False)
     """Whether the step that runs is one to be learned, whether or not this rank still records it."""
+    _has_parted: bool = field(default=False, init=False)
+    """Whether a rank did not come to a meeting: there are no more of them."""
     _world: int = field(factory=world_number, init=False)
     _judged: WeakSet[torch.optim.Optimizer] = field(factory=WeakSet, init=False)
     """Those whose steps would gain little. A program may have several, as for two models against each other."""
@@ -84,7 +86,7 @@ class Automatic(Learning):
     @property
     def may_begin_anew(self) -> bool:
         """Whether another module that is placed makes another program, which what was decided is not for."""
-        return not self._is_wanted and self.times < _MOST_MODULES
+        return not (self._is_wanted or self._has_parted) and self.times < _MOST_MODULES
 
     @property
     def is_of_this_world(self) -> bool:
@@ -113,7 +115,7 @@ class Automatic(Learning):
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         mesh = _mesh_of(optimizer)
-        if torch.compiler.is_compiling() or _is_captured() or not self.is_of_this_world:
+        if torch.compiler.is_compiling() or _is_captured() or not self.is_of_this_world or self._has_parted:
             return
         if mesh is None:  # the optimizer of a model that is on no mesh, or not on one of all ranks
             self._go_on_recording()
@@ -135,9 +137,17 @@ class Automatic(Learning):
         """Record the next step if a rank has met many calls that the decisions do not know."""
         unknown = in_force.unknown - self._unknown
         has_many = self._has_many(unknown)
-        if not _all_say(mesh, "many unknown calls" if has_many else "") or has_many:
+        is_same = _all_say(mesh, "many unknown calls" if has_many else "")
+        if is_same is None:
+            self._part()
+        elif has_many or not is_same:
             self._known_steps, self._wanted = 0, unknown
             self._record()
+
+    def _part(self) -> None:
+        """A rank did not come to a meeting. The decisions are kept, since they may be those of all ranks."""
+        self._has_parted = True
+        self._tell("a rank has not come to where the ranks compare their steps, and no more of them are learned")
 
     def _meet(self, recording: Recording | None, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
         """Decide for a recorded step, if all ranks recorded the same one and each of them can."""
@@ -152,7 +162,9 @@ class Automatic(Learning):
             except Exception as error:  # noqa: BLE001  # the program has not asked for this, and other ranks wait
                 reason = f"{type(error).__name__}: {error}"
         is_same = _all_say(mesh, reason or said)
-        if reason or not is_same:
+        if is_same is None:
+            self._part()
+        elif reason or not is_same:
             self._tries += 1
             self._tell(reason or "the ranks recorded different calls, or one of them cannot learn it")
             if self._tries < _TRIES_IN_A_ROW:
@@ -206,13 +218,9 @@ def _is_worth_it(learned: Learned) -> bool:
     return learned.before is None or learned.after is None or learned.after <= _WORTH * learned.before
 
 
-def _all_say(mesh: DeviceMesh, text: str) -> bool:
-    """Whether all ranks of the mesh say the same; every rank must call this."""
-    if not has_ranks(mesh):
-        return True
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    text = hashlib.sha256(text.encode()).hexdigest()
-    return bool(all_say("learn the program", text, ranks))
+def _all_say(mesh: DeviceMesh, text: str) -> bool | None:
+    """Whether all ranks of the mesh say the same; ``None`` on each of them where one does not come to say it."""
+    return meet(text, sorted(mesh.mesh.flatten().tolist())) if has_ranks(mesh) else True
 
 
 def _mesh_of(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:
