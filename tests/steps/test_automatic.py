@@ -199,7 +199,7 @@ def stepping_on_rank_0(late):
         return learning.running().rounds, total.item()
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=[pytest.mark.slow, pytest.mark.sample]), True])
 def test_a_rank_that_makes_no_step_is_not_waited_for(two_ranks, late):
     assert two_ranks.run(stepping_on_rank_0, late) == [(0, 2.0)] * 2
 
@@ -216,6 +216,8 @@ def coming_late():
         return trained(Blocks, mesh((2,)), WEIGHTS_ONLY, look)[1].rounds
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_rank_that_is_late_is_waited_for(two_ranks):
     assert two_ranks.run(coming_late) == [1, 1]
 

@@ -3,8 +3,8 @@
 A collective, or a question of :func:`shardwise.comm.rank_failures.all_say`, ends the program where ranks have parted. A
 program whose ranks part where it sends nothing runs without this meeting, so it must run with it. So a rank that waits
 here waits for nobody as far as other ranks see: it looks itself whether those that it misses still may come. If one has
-ended, has failed or waits elsewhere, it goes on. What comes of a meeting is written once, so that all ranks, late ones
-too, take the same from it.
+ended, has failed or waits for this rank elsewhere, it goes on. What comes of a meeting is written once, so that all
+ranks, late ones too, take the same from it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 from shardwise.comm.failure_notes import ENDED, TICK, World
 from shardwise.comm.gone_processes import gone_rank
 from shardwise.comm.rank_failures import joined_world
+from shardwise.comm.standstill import waits_for_this_rank
 
 __all__ = ["meet"]
 
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks at what came of a meeting
-_STANDS = 1.0  # seconds for which a rank fails or waits elsewhere, until it is not expected any more
+_STANDS = 1.0  # seconds for which a rank is seen to fail or to wait elsewhere, until it is not expected any more
 _LIMIT = 30.0  # seconds until a rank that only does not come is not expected any more
 
 _SAME, _DIFFERENT, _PARTED = "same", "different", "parted"
@@ -67,8 +68,7 @@ def _what_came(world: World, key: str, text: str, ranks: Sequence[int]) -> str:
 
 def _end(world: World, key: str, came: str) -> None:
     """Write what came of a meeting, unless a rank has done so."""
-    if world.store.add(f"{key}/ends", 1) == 1:
-        world.store.set(f"{key}/end", came)
+    world.store.compare_set(f"{key}/end", "", came)
 
 
 def _is_elsewhere(world: World, missing: Collection[int], waited: float, seen: dict[Any, float]) -> bool:
@@ -79,10 +79,9 @@ def _is_elsewhere(world: World, missing: Collection[int], waited: float, seen: d
     notes = world.read(list(missing))
     if any(note.is_final or note.kind == ENDED for note in notes.values()) or gone_rank(world, missing) is not None:
         return True
-    says: list[Any] = list(notes.items())
-    for rank in missing:
-        waits = f"{world.prefix}/waits/{rank}"
-        says += [(rank, text) for text in [world.store.get(waits)] if text] if world.store.check([waits]) else []
+    # One that waits for a late rank, and not for this one, comes when that has come.
+    awaits = ((rank, waits_for_this_rank(world, rank)) for rank in missing)
+    says: list[Any] = [*notes.items(), *((rank, what) for rank, what in awaits if what)]
     standing = {said: seen.get(said, waited) for said in says}
     seen.clear()
     seen.update(standing)

@@ -24,7 +24,7 @@ from shardwise.comm.gone_processes import gone_rank
 from shardwise.errors import RankDisagreementError, RankWaitError
 from shardwise.settings import read_settings
 
-__all__ = ["circle", "look_at_waits"]
+__all__ = ["circle", "look_at_waits", "waits_for_this_rank"]
 
 _SHOWN = 1.0  # seconds after which a rank writes what it waits for
 _STANDS = 2.0  # seconds after which it reads what others wait for
@@ -129,6 +129,16 @@ def _read(world: World, rank: int) -> Waiting | None:
     key = f"{world.prefix}/waits/{rank}"
     text = world.store.get(key) if world.store.check([key]) else b""
     return Waiting(**json.loads(text)) if text else None
+
+
+def waits_for_this_rank(world: World, rank: int) -> str:
+    """What another rank has waited for, a second or more, and this one has not come to; empty if there is nothing."""
+    waiting = _read(world, rank)
+    if waiting is None:
+        return ""
+    own = _own(world, _looks.setdefault(world.prefix, _Looks()))
+    missed = [wait for wait in waiting.waits if world.rank in wait.ranks and not own.has_come(wait)]
+    return f"{waiting.serial} {missed}" if missed else ""
 
 
 def _look_for_circle(world: World, looks: _Looks) -> None:
