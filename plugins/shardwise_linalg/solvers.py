@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from shardwise.rule import Call, Flow, TensorMeta, linear, rule_from, whole
+from shardwise.rule import Call, Flow, LocalCall, TensorMeta, linear, rule_from, whole
 from shardwise_linalg.batches import matrices, on_batches, ops
 
 __all__ = ["RULES"]
@@ -36,11 +38,18 @@ def SOLVE_TRIANGULAR(call: Call) -> Flow:
     return matrices(call, f"_ _, {right} -> {right}", partial=[linear("B")])
 
 
-@rule_from(ops("linalg_lu_solve.default linalg_lu_solve.out"))
+def _with_dense_pivots(local: LocalCall, lu: Any, pivots: Any, right: Any, **kwargs: Any) -> Any:
+    """The local op. Torch's kernel takes the stride of the last batch dim for that from one row of pivots to the next,
+    also where that dim has one element, and a shard of pivots that do not lie in order has another stride there.
+    """
+    return local.call.op(lu, pivots.clone(memory_format=torch.contiguous_format), right, **kwargs)
+
+
+@rule_from(ops("linalg_lu_solve.default linalg_lu_solve.out"), lowering=_with_dense_pivots)
 def LU_SOLVE(call: Call) -> Flow:
     """Batch dims pass, and the right-hand sides; behind them _ _, _, _ n -> _ n, or n _ where the matrix is right."""
     right = _sides(left=call.args["left"])
-    return matrices(call, f"_ _, _, {right} -> {right}", partial=[linear("B")])
+    return matrices(call, f"_ _, _, {right} -> {right}", partial=[linear("B")], lowered="*")
 
 
 @rule_from(ops("ormqr.default ormqr.out"))

@@ -114,3 +114,20 @@ def test_one_partial_tensor_may_be_both_running_statistics(pool):
         ),
     )
     assert counts(pool, program)["call ran"] == 1
+
+
+def test_pivots_that_do_not_lie_in_order_are_read_in_order(pool):
+    # Of a batch dim of one element torch's kernel reads the stride, which of a shard is not what it takes it for.
+    pivots = torch.empty_strided((2, 3, 3), (9, 1, 3), dtype=torch.int32).copy_(torch.arange(1, 4, dtype=torch.int32))
+    program = Program(
+        (4,),
+        (
+            drawn(0, (2, 3, 3, 3), torch.float64, (Shard(1),)),
+            Leaf(1, pivots, (Replicate(),)),
+            drawn(2, (3, 3, 2), torch.float64, (Replicate(),)),
+            Call(
+                (3,), "aten.linalg_lu_solve.default", (Value(0), Value(1), Value(2)), {"left": True, "adjoint": False}
+            ),
+        ),
+    )
+    assert counts(pool, program)["call ran"] == 1
