@@ -152,6 +152,34 @@ def test_what_rounding_blows_up_is_not_wrong(pool):
     assert not check_program(Program((4,), lines), pool).wrong
 
 
+def test_a_matrix_without_full_rank_has_any_pivots_once_its_parts_are_added(pool):
+    """The rows are orthogonal to one vector up to the rounding of a sum, which the ranks add in their own order."""
+    lines = (
+        drawn(0, (1, 3), torch.float64, (Partial(),)),
+        drawn(1, (4, 3), torch.float64, (Replicate(),)),
+        Call((2,), "aten.linalg_cross.default", (Value(0), Value(1)), {"dim": 1}),
+        Call((3, 4, 5), "aten.linalg_lu.default", (Value(2),), {"pivot": True}),
+    )
+    verdict = check_program(Program((4,), lines), pool)
+    assert not verdict.wrong, verdict.wrong
+    assert verdict.counts["unsteady"] == 1
+
+
+def test_an_op_without_a_derivative_is_refused_in_a_backward_pass(pool):
+    """Of empty operands the kernel returns another operand itself, which on one device has its gradient."""
+    op = "aten._fake_quantize_learnable_per_tensor_affine_backward.default"
+    whole = (Replicate(),)
+    lines = (
+        *(drawn(n, (0, 3), torch.float32, whole) for n in (0, 1)),
+        *(leaf(n, [3.0], torch.float32, whole, (1,)) for n in (2, 3)),
+        Call((4,), "aten.special_shifted_chebyshev_polynomial_w.n_scalar", (Value(0), -1.5)),
+        Call((5, 6, 7), op, (Value(4), Value(1), Value(2), Value(3), -8, 7, 1.0)),
+    )
+    verdict = check_program(Program((4,), lines, backward=((6, whole), (7, whole)), grad=True), pool)
+    assert not verdict.wrong, verdict.wrong
+    assert any(what.startswith("backward refused (no derivative") for what in verdict.counts), verdict.counts
+
+
 def test_a_kernel_that_rounds_more_than_the_ranks_do_is_no_reference(pool):
     """Torch's batch norm of bfloat16 on a CPU rounds within; over a sharded batch ours is what float64 gives."""
     near = torch.tensor([1.0859, 1.0859, 1.0859, 1.1172, 1.0938, 1.0859, 1.1094, 1.1094]).to(torch.bfloat16)[:, None]

@@ -85,6 +85,8 @@ class _Judge:
     unsteady: bool = False
     turned: set[int] = field(factory=set)
     pending: set[int] = field(factory=set)
+    #: Of pending values, the largest number in a rank's part: what their sum is rounded by.
+    scales: dict[int, float] = field(factory=dict)
     metas: dict[int, TensorMeta] = field(factory=dict)
 
     def all(self) -> None:
@@ -142,6 +144,7 @@ class _Judge:
             else:
                 spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, first.meta)
                 (self.pending.add if _ADDED & {*spec.reductions.values()} else self.pending.discard)(name)
+                self.scales[name] = max(map(_largest, (part.local for part in parts.values())))
                 self.held[name] = assemble({at: part.local for at, part in parts.items()}, spec)
         return wrong
 
@@ -215,7 +218,25 @@ class _Judge:
         own = {name: self.held[name] for name in line.operands}
         wide = {name: t.double() if t.dtype in _HALF else t for name, t in own.items()}
         ways = [own] if all(wide[name] is own[name] for name in own) else [own, wide]
-        return any(self._gives(line, operands, here) for operands in ways)
+        return any(self._gives(line, operands, here) for operands in ways) or self._is_steep_call(line, own)
+
+    def _is_steep_call(self, line: Call, own: Mapping[int, Tensor]) -> bool:
+        """Whether a call gives something else for pending operands that are rounded otherwise: the ranks add their
+        parts in an order of their own. A matrix without full rank may have any pivots then, for example.
+        """
+        generator = torch.Generator().manual_seed(0)
+        nudged = dict(own)
+        for name in self.pending.intersection(own):
+            value = own[name]
+            if value.is_floating_point() and value.isfinite().all():
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).clamp(-1, 1)
+                nudged[name] = value + (noise * torch.finfo(value.dtype).eps * self.scales[name]).to(value.dtype)
+        try:
+            with quietly():
+                (values, _), (others, _) = run_alone(line, own), run_alone(line, nudged)
+        except Exception:  # noqa: BLE001  # it refuses one of them
+            return False
+        return any(_differ(values[name], others[name]) for name in values)
 
     def _gives(self, line: Call, operands: Mapping[int, Tensor], here: Sequence[LineOutcome]) -> bool:
         """Whether one device gives the ranks' results of a call from operands, in the dtypes of the ranks' results."""
@@ -268,6 +289,20 @@ class _Judge:
         if nudged is None or not bool(expected.isfinite().all() and nudged.isfinite().all()):
             return True
         return bool((nudged - expected).abs().max() > 1e-3 * max(1.0, float(expected.abs().max())))
+
+
+def _largest(value: Tensor) -> float:
+    """The largest finite number of a tensor."""
+    if not value.is_floating_point() or not value.numel():
+        return 0.0
+    return float(value.double().abs().nan_to_num(0.0, 0.0, 0.0).amax())
+
+
+def _differ(value: Tensor, other: Tensor) -> bool:
+    """Whether a result changed much more than its operands did."""
+    if value.shape != other.shape:
+        return True
+    return not torch.allclose(value.to(torch.complex128), other.to(torch.complex128), 1e-3, 1e-3, equal_nan=True)
 
 
 def _order_of(meta: TensorMeta) -> list[int]:
