@@ -155,3 +155,12 @@ def test_a_file_of_nonsense_is_not_compared_with(run, tmp_path):
     result = run("step", "--check")
     assert result.exit_code == 1
     assert "LockFileError: read the lockfile communication.lock: line 1: it is not a lockfile" in result.output
+
+
+def test_a_learned_step_has_a_lockfile_of_its_own(run, tmp_path):
+    result = run("step", "--learned")
+    assert result.exit_code == 0, result.output
+    assert "mesh     dp 2, tp 4\nplan     learned\n" in (tmp_path / "communication.lock").read_text()
+    assert "A step after the first: " in result.stderr
+    assert run("step", "--learned", "--check").exit_code == 0
+    assert "does not hold" in run("step", "--check").output

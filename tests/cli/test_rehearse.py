@@ -24,6 +24,27 @@ def step(mesh):
     return model, sw.zeros((4, 8), device_mesh=mesh, placements=[Shard(0), Replicate()])
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def blocks(mesh):
+    model = nn.Sequential(*[Block() for _ in range(3)])
+    sw.distribute_module(model, mesh, {"*.up.weight": Shard(0), "*.down.weight": Shard(1)}, src_data_rank=None)
+    return model, sw.zeros((64, 256), device_mesh=mesh, placements=[Replicate()])
+
+
+def data_parallel(mesh):
+    model = nn.Linear(256, 256)
+    sw.distribute_module(model, mesh, {}, src_data_rank=None)
+    return model, sw.zeros((2**16, 256), device_mesh=mesh, placements=[Shard(0)])
+
+
 def asks_data(mesh):
     return sw.ones((4,), device_mesh=mesh, placements=[Replicate()] * mesh.ndim).nonzero()
 """
@@ -48,6 +69,24 @@ def test_it_shows_what_a_rank_holds_and_sends(run):
     assert "(of 256 parameters, 1.00 KiB)" in result.output
     rows = [line.split("│")[1:-1] for line in result.output.splitlines() if "all_reduce" in line]
     assert ["backward", "all_reduce", "dp", "2", "2", "256 B"] in [[cell.strip() for cell in row] for row in rows]
+
+
+def test_a_learned_step_is_one_after_the_first(run, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_LEARN", "auto")
+    result = run("train.py:data_parallel", "--mesh", "4", "--learned")
+    assert result.exit_code == 0, result.output
+    # Here the first step is as good as any.
+    assert "Learning gains too little, so the program stays as it is: " in " ".join(result.output.split())
+    args = ("train.py:blocks", "--mesh", "4", "--names", "tp")
+    assert "--learned shows" in run(*args).output
+    result = run(*args, "--learned")
+    assert "A step after the first: " in result.output
+    assert "--learned shows" not in result.output
+    contents = [json.loads(run(*args, "--json", *more).output) for more in ((), ("--learned",))]
+    first, later = (sum(row["bytes"] for row in content["collectives"]) for content in contents)
+    assert later < 0.8 * first
+    assert contents[1]["learned"] is True
+    assert "learned" not in contents[0]
 
 
 def test_by_op_names_what_needs_a_collective(run):
@@ -77,6 +116,7 @@ def test_json_has_everything(run):
         (["--mesh", "two"], "is not a mesh"),
         (["--mesh", "2x4", "--names", "dp"], "1 name and the mesh 2 dims"),
         (["--mesh", "2x4", "--rank", "8"], "ranks 0 to 7"),
+        (["--mesh", "2x4", "--learned", "--plan", "step.plan"], "give one of them"),
     ],
 )
 def test_options_that_make_no_sense(run, args, message):

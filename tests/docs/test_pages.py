@@ -130,6 +130,7 @@ def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
     if OWN_TEST.search(page.read_text()):
         return
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_LEARN", "auto")  # as a reader has it
     for block in docs.blocks(page):
         if block.how.startswith("file: ") and "/" not in block.how:
             (tmp_path / block.how.removeprefix("file: ").partition(",")[0]).write_text(block.text)

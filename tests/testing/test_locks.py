@@ -104,3 +104,13 @@ def test_a_text_in_place_of_the_function_is_told_so(run, pytester):
 def test_a_lockfile_of_nonsense_fails_the_test(run, pytester):
     (pytester.path / LOCK).write_text("nonsense")
     run().stdout.fnmatch_lines(["*LockFileError: read the lockfile *: line 1: it is not a lockfile of communication*"])
+
+
+def test_a_learned_step_is_asked_for_by_name(run, pytester):
+    edit(pytester, '"tp": 4}, budgets', '"tp": 4}, learned=True, budgets')
+    run("--update-locks").stdout.fnmatch_lines(["*PlanError: learn a step: the program ran no op on a mesh*"])
+    edit(pytester, "x.redistribute(", "(x * 2).redistribute(")
+    run("--update-locks").assert_outcomes(passed=1)
+    written = [path.read_text() for path in pytester.path.rglob("*.lock")]
+    assert written
+    assert all("plan     learned\n" in text for text in written)

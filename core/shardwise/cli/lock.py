@@ -68,13 +68,14 @@ def lock(
     asked = f"compare a step with {out}"
     before = _before(out, must_exist=check or in_ci)  # before the step, which takes its time
     with program_errors(step.text), op_progress(shown=not as_json) as tell:
+        decisions, of_learning = step.decisions(tell)
         now = lock_step(
             step.run,
             step.mesh_shape,
             step.mesh_names,
             name=name,
             device=step.device,
-            plan=step.plan,
+            plan=step.plan if decisions is None else decisions,
             plan_name=step.plan_name,
             tell=tell,
         )
@@ -90,6 +91,8 @@ def lock(
             raise click.ClickException(f"cannot write {out}: {error.strerror}") from error
     if in_ci and not check:
         click.echo("CI is set, so nothing is written: this compares, as with --check.", err=True)
+    if of_learning and not as_json:
+        click.echo(of_learning, err=True)
     if as_json:
         print_json(outcome.as_json())
     else:

@@ -14,6 +14,7 @@ from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.program.amounts import size_text
 from shardwise.program.plan_file import PlanFile
+from shardwise.settings import read_settings
 from shardwise.tools.program import PHASES
 from shardwise.tools.rehearse import Rehearsal, refuse_empty
 from shardwise.tools.rehearse import rehearse as follow
@@ -43,8 +44,10 @@ def rehearse(
     if rank >= math.prod(step.mesh_shape):
         raise click.UsageError(f"--rank {rank}: the mesh has the ranks 0 to {math.prod(step.mesh_shape) - 1}")
     with program_errors(step.text), op_progress(shown=not as_json) as tell:
+        decisions, of_learning = step.decisions(tell)
+        by = plan if decisions is None else decisions
         rehearsal = follow(
-            step.run, step.mesh_shape, step.mesh_names, rank=rank, device=step.device, plan=plan, tell=tell
+            step.run, step.mesh_shape, step.mesh_names, rank=rank, device=step.device, plan=by, tell=tell
         )
     refuse_empty(rehearsal)
     if as_json:
@@ -61,15 +64,24 @@ def rehearse(
                     {**asdict(use), "times": times, "bytes": nbytes} for use, times, nbytes in rehearsal.by_op
                 ],
                 "ops": dict(rehearsal.ops),
+                **({"learned": decisions is not None} if step.is_learned else {}),
                 **({} if plan is None else {"as_planned": not _unplanned(plan.file, rehearsal)}),
             }
         )
     else:
         print_parts(list(_tables(rehearsal, by_op=by_op)))
+        if of_learning or _may_be_learned(step, rehearsal):
+            print_text(of_learning or "This is the first step. Later ones may be learned: --learned shows them.")
         if plan is not None:
             unplanned = _unplanned(plan.file, rehearsal)
             head = "Not as planned:" if unplanned else "These are the collectives of the plan."
             print_text("\n".join([head, *(f"  {line}" for line in unplanned)]))
+
+
+def _may_be_learned(step: StepProgram, rehearsal: Rehearsal) -> bool:
+    """Whether a run of the program may send something else in later steps: it sends, it trains, and has no plan."""
+    trains = "optimizer" in rehearsal.memory.peaks
+    return step.plan is None and trains and bool(rehearsal.counts) and read_settings().learn is not False
 
 
 def _unplanned(file: PlanFile, rehearsal: Rehearsal) -> list[str]:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from attrs import frozen
+from attrs import evolve, frozen
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.program_errors import OF_MESH, check_takes
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
+from shardwise.program.decisions import Decisions
 from shardwise.program.step_plan import StepPlan, read_plan
 
 __all__ = ["StepProgram", "op_progress", "step_options"]
@@ -25,7 +26,7 @@ _EVERY = 25  # ops between two looks at the terminal
 
 @frozen
 class StepProgram:
-    """A program as the command line names it, with its mesh, whose kernels it runs, and a plan."""
+    """A program as the command line names it, with its mesh, whose kernels it runs, and a plan or what it learns."""
 
     text: str
     mesh_shape: tuple[int, ...]
@@ -33,6 +34,21 @@ class StepProgram:
     device: str
     plan: StepPlan | None
     plan_name: str
+    is_learned: bool = False
+
+    def decisions(self, tell: Callable[[str, int], None]) -> tuple[Decisions | None, str]:
+        """The decisions by which the program runs once it is learned, and what to say of them; None without --learned,
+        and where they would gain too little.
+        """
+        if not self.is_learned:
+            return None, ""
+        from shardwise.steps.automatic import is_worth_it
+        from shardwise.steps.learned_step import learned_step
+
+        learned = learned_step(self.run, self.mesh_shape, self.mesh_names, device=self.device, tell=tell)
+        if is_worth_it(learned):
+            return learned.decisions, f"A step after the first: {learned}."
+        return None, f"Learning gains too little, so the program stays as it is: {learned}."
 
     def run(self, mesh: DeviceMesh) -> Any:
         """Load the function and call it: a model that a file makes when it is imported takes no memory here."""
@@ -49,6 +65,7 @@ _OPTIONS = (
         "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels."
     ),
     click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Run by this plan, on its mesh."),
+    click.option("--learned", "is_learned", is_flag=True, help="A step after the first, by what that one taught."),
 )
 
 
@@ -63,9 +80,13 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
         names: str | None,
         device: str,
         plan_path: Path | None,
+        is_learned: bool,
         **others: Any,
     ) -> None:
-        command(step=_step_program(program, mesh_shape, names, device, plan_path), **others)
+        if is_learned and plan_path is not None:
+            raise click.UsageError("--learned and --plan: a program that has a plan is not learned; give one of them")
+        step = _step_program(program, mesh_shape, names, device, plan_path)
+        command(step=evolve(step, is_learned=is_learned), **others)
 
     for option in reversed(_OPTIONS):
         call = option(call)

@@ -43,7 +43,7 @@ from shardwise.steps.learning import (
 from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.recording import Recording, Trial
 
-__all__ = ["Automatic", "learn_by_itself"]
+__all__ = ["Automatic", "is_worth_it", "learn_by_itself"]
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class Automatic(Learning):
             self._tell(str(error))
             self.freeze()
             return
-        if _is_worth_it(learned):
+        if is_worth_it(learned):
             self._take(learned, recording, graph)
             return
         self._tell(f"it would gain little: {learned}")
@@ -214,7 +214,8 @@ def _refusal(recording: Recording | None, mesh: DeviceMesh, learned: Learned | N
     return ""
 
 
-def _is_worth_it(learned: Learned) -> bool:
+def is_worth_it(learned: Learned) -> bool:
+    """Whether a program that has not asked to be learned runs by what was decided."""
     return learned.before is None or learned.after is None or learned.after <= _WORTH * learned.before
 
 

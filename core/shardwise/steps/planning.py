@@ -6,43 +6,37 @@ by a rehearsal under it: the collectives that really run are compared with those
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
 
-from attrs import define, evolve, field, frozen
-from torch import nn
+from attrs import evolve, frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.policy import no_policies
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import ArgumentError, PlanError
 from shardwise.kernel.arguments import check_flag, refuse_argument
 from shardwise.kernel.mesh import Mesh
-from shardwise.kernel.plurals import counted
 from shardwise.planning.cost import are_chosen, links_of, links_of_wires, use_links
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.fake import fake_tensors
 from shardwise.program.amounts import size_text
 from shardwise.program.collection import no_collection
-from shardwise.program.plan_file import Layout, PlanFile, layout_text, patterns_of, placements_in
+from shardwise.program.plan_file import Layout, PlanFile, patterns_of, placements_in
 from shardwise.program.plan_lines import lines_of
-from shardwise.program.step_graph import Places, StepGraph
+from shardwise.program.step_graph import Places
 from shardwise.program.step_plan import StepPlan
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.steps.costs import WorkCosts
-from shardwise.steps.recording import Recording
+from shardwise.steps.recorded_step import RecordedStep, RecordingWatch
 from shardwise.steps.search import PlanSearch, Request
 from shardwise.steps.sent import sent_by
 from shardwise.steps.solving import Solved
-from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tensor.names import name_of
 from shardwise.tools.program import PHASES
 from shardwise.tools.rehearse import RankWatch, Rehearsal, check_program, fake_ranks, follow, refuse_in_a_group
 
@@ -240,10 +234,10 @@ def _planned(
 ) -> Planned:
     times = [time.perf_counter()]
     use_decisions(None)
-    watch = _RecordingWatch(lambda _, ops: say("record", ops))
+    watch = RecordingWatch(lambda _, ops: say("record", ops))
     with watch.installed(), watch.recorded():
         recorded = follow(program, mesh, watch)
-    step = watch.step()
+    step = watch.step("plan a step")
     del watch
     times.append(time.perf_counter())
     say("solve", 0)
@@ -299,110 +293,6 @@ def _name_of(program: Callable[..., Any]) -> str:
     return f"{program.__module__}:{name}" if name else type(program).__qualname__
 
 
-# -- recording -------------------------------------------------------------------------------------------------------
-
-
-@frozen(eq=False)
-class _Step:
-    """A recorded step, and how what the program gives it lies."""
-
-    graph: StepGraph
-    parameters: Mapping[str, Layout]
-    inputs: Mapping[str, Layout]
-
-
-@define(eq=False)
-class _RecordingWatch(RankWatch):
-    """A rehearsal's watch that records the step as well, up to its first optimizer step."""
-
-    recording: Recording = field(factory=Recording)
-    _open: ExitStack = field(factory=ExitStack)
-    _is_over: bool = False
-    _inputs: dict[str, Layout] = field(factory=dict)
-    _placed: dict[str, Layout] = field(factory=dict)
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record what runs while the context lasts."""
-        hook = register_optimizer_step_pre_hook(lambda *_: self._stop())
-        self._open.enter_context(self.recording.running())
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._stop()
-
-    def begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A step that the program returned begins: what came before is not part of it."""
-        RankWatch.begins(self, model, args, kwargs)
-        self._open.close()
-        self.recording = Recording()
-        self.recording.name_modules(model)
-        self._open = ExitStack()
-        self._open.enter_context(self.recording.running())
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._note(tensor)
-        for name, value in _named_inputs(model, args, kwargs):
-            if isinstance(value, MeshTensor):
-                self._inputs[name] = _layout(value)
-
-    def step(self) -> _Step:
-        """What was recorded."""
-        recording = self.recording
-        if not recording.calls:
-            raise PlanError(
-                asked="plan a step",
-                found="the program ran no op on a mesh",
-                do="Place the model and its inputs on the mesh that the program gets, and run a step or return one.",
-            )
-        if len(recording.meshes) > 1:
-            raise PlanError(
-                asked="plan a step",
-                found=f"the program uses {counted(len(recording.meshes), 'mesh')}",
-                do="Plan a step that uses the mesh that the program gets, and no submesh of it.",
-            )
-        for leaf in recording.leaves:
-            self._note(leaf)
-        return _Step(recording.graph(), self._placed, self._inputs)
-
-    def backward_ended(self, parameters: Sequence[nn.Parameter]) -> None:
-        RankWatch.backward_ended(self, parameters)
-        self._stop()
-
-    def _stop(self) -> None:
-        self._open.close()
-
-    def _note(self, tensor: Any) -> None:
-        name = name_of(tensor) if isinstance(tensor, MeshTensor) else ""
-        if not name:
-            return
-        layout = _layout(tensor)
-        if self._placed.setdefault(name, layout) != layout:
-            raise PlanError(
-                asked="plan a step",
-                found=f"two tensors are called {name!r}, and they lie differently: {self._placed[name]} and {layout}",
-                do="Place the modules together, as children of one module, so that their names differ.",
-            )
-
-
-def _layout(tensor: MeshTensor) -> Layout:
-    return layout_text(tensor.device_mesh.mesh_dim_names or (), tensor.placements)
-
-
-def _named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    try:
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        given = {**{f"arg{i}": value for i, value in enumerate(args)}, **kwargs}
-    for name, value in given.items():
-        if isinstance(value, (tuple, list)):
-            yield from ((f"{name}.{i}", part) for i, part in enumerate(value))
-        elif isinstance(value, dict):
-            yield from ((f"{name}.{key}", part) for key, part in value.items())
-        else:
-            yield name, value
-
-
 # -- verifying -------------------------------------------------------------------------------------------------------
 
 
@@ -432,7 +322,7 @@ def _differences(predicted: Uses, rehearsed: Uses) -> Iterator[Difference]:
 def _file(
     name: str,
     wires: Sequence[str] | None,
-    step: _Step,
+    step: RecordedStep,
     solved: Solved,
     rehearsal: Rehearsal,
     differences: Sequence[Difference],

@@ -16,6 +16,7 @@ from shardwise.errors import CallError
 from shardwise.kernel.arguments import kind_of
 from shardwise.program.lock_changes import difference_text, read_budget
 from shardwise.program.lock_file import read_lock
+from shardwise.steps.learned_step import learned_step
 from shardwise.tools.lock import is_ci, lock_step, save_lock
 
 __all__ = ["CommunicationLock"]
@@ -37,10 +38,12 @@ class CommunicationLock:
         *,
         name: str = "",
         budgets: Sequence[str] | str = (),
+        learned: bool = False,
     ) -> None:
         """Fail unless a step sends and holds what its lockfile says, and keeps within the budgets.
 
-        ``name`` tells several steps of a test apart. Raises :class:`LockFileError` for a file that cannot be read, or
+        ``name`` tells several steps of a test apart. ``learned`` asks for a step after the first, by what that one has
+        taught, whether or not a run would take it. Raises :class:`LockFileError` for a file that cannot be read, or
         that is for another mesh; where there is no file the test fails.
         """
         __tracebackhide__ = True
@@ -54,7 +57,8 @@ class CommunicationLock:
         shape = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh)
         path = self.path(name)
         program = f"{self.test_file.name}::{self.test}{name and f' {name}'}"
-        now = lock_step(step, shape, names, name=program)
+        by = learned_step(step, shape, names).decisions if learned else None
+        now = lock_step(step, shape, names, name=program, plan=by)
         texts = [budgets] if isinstance(budgets, str) else budgets
         excess = [line for text in texts for line in read_budget(text, now.lock.mesh_names).excess_text(now.lock)]
         if excess:

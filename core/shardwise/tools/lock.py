@@ -12,12 +12,17 @@ from typing import Any
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.program.decisions import Decisions
 from shardwise.program.lock_file import MEMORY, PHASES, Lock, Row
 from shardwise.program.step_plan import StepPlan
 from shardwise.tools.rehearse import Rehearsal, refuse_empty, rehearse
 from shardwise.tools.sites import Line, Site
 
 __all__ = ["Locked", "is_ci", "lock_step", "locked", "save_lock"]
+
+
+LEARNED = "learned"
+"""What stands for the plan in the lockfile of a learned step."""
 
 
 @frozen
@@ -40,18 +45,22 @@ def lock_step(
     *,
     name: str = "",
     device: str = "cpu",
-    plan: StepPlan | None = None,
+    plan: StepPlan | Decisions | None = None,
     plan_name: str = "",
     tell: Callable[[str, int], None] | None = None,
 ) -> Locked:
-    """Rehearse a step of ``program(mesh)`` and lock what its first rank sends and holds.
+    """Rehearse a step of ``program(mesh)`` and lock what its first rank sends and holds. A ``plan`` that is
+    decisions alone is what the program has learned.
 
     Raises what :func:`shardwise.tools.rehearse.rehearse` raises, and :class:`CallError` if nothing ran.
     """
     with _no_collection():
         rehearsal = rehearse(program, mesh_shape, mesh_names, device=device, plan=plan, tell=tell, sites=True)
     refuse_empty(rehearsal)
-    return locked(rehearsal, name, plan_name if plan is None else f"{plan_name} {plan.file.digest}".strip())
+    by = "" if plan is None else LEARNED
+    if isinstance(plan, StepPlan):
+        by = f"{plan_name} {plan.file.digest}".strip()
+    return locked(rehearsal, name, by or plan_name)
 
 
 @contextmanager

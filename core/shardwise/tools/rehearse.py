@@ -33,6 +33,7 @@ from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import memory_of, watching
 from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable, rehearsing
+from shardwise.program.decisions import Decisions
 from shardwise.program.step_plan import StepPlan
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import (
@@ -157,7 +158,7 @@ def rehearse(
     *,
     rank: int = 0,
     device: str = "cpu",
-    plan: StepPlan | None = None,
+    plan: StepPlan | Decisions | None = None,
     tell: Callable[[str, int], None] | None = None,
     sites: bool = False,
 ) -> Rehearsal:
@@ -169,9 +170,10 @@ def rehearse(
     is not a scalar starts from ones.
 
     Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. Under a ``plan`` for the whole
-    step all calls go by its decisions, and ``distribute_module`` places parameters and buffers as it says. ``tell`` is
-    called with the phase and the number of ops so far. With ``sites`` the result says of each collective where in the
-    program it is issued, and why.
+    step all calls go by its decisions, and ``distribute_module`` places parameters and buffers as it says. By decisions
+    alone all else is as the program says: so runs a program that was learned
+    (:func:`shardwise.steps.learned_step.learned_step`). ``tell`` is called with the phase and the number of ops so far.
+    With ``sites`` the result says of each collective where in the program it is issued, and why.
 
     Raises what the program raises, :class:`PlanMeshError` for a plan for another mesh, and :class:`MeshMismatchError`
     where this process has a process group already.
@@ -187,9 +189,11 @@ def rehearse(
         )
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
     before = in_force.now
-    if plan is not None:
+    if isinstance(plan, StepPlan):
         plan.check_mesh("rehearse a program by a plan", mesh_shape, names)
         use_decisions(plan.decisions, plan.placements_of, is_written=True)
+    elif plan is not None:
+        use_decisions(plan)
     try:
         watch = RankWatch(tell or (lambda _phase, _ops: None), Sites(names) if sites else None)
         return _rehearsed(program, mesh_shape, names, rank, device, watch)
