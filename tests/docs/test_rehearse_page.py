@@ -11,7 +11,8 @@ from shardwise.cli import main
 
 @pytest.mark.slow
 @pytest.mark.sample
-def test_the_large_example_prints_what_is_shown(docs):
+def test_the_large_example_prints_what_is_shown(docs, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_LEARN", "auto")  # as a reader has it
     (block,) = [b for b in docs.blocks(docs.ROOT / "docs" / "rehearse.md") if b.how.startswith("not run")]
     ((command, shown),) = docs.commands(block.text)
     result = CliRunner().invoke(main, shlex.split(command)[1:])
