@@ -49,6 +49,20 @@ def test_the_lockfile_of_a_learned_step_says_so():
     assert later.times < first.times
 
 
+def test_tensors_of_one_name_may_lie_differently():
+    """As in a run: two models that are placed one after the other have parameters of the same names."""
+
+    def two_models(m):
+        models = [Blocks().double() for _ in range(2)]
+        for model, partition in zip(models, (WEIGHTS_ONLY, {}), strict=True):
+            sw.distribute_module(model, m, partition, src_data_rank=None)
+        x = sw.zeros((8, 32), dtype=torch.float64, device_mesh=m, placements=[Replicate()])
+        sum(model(x).square().mean() for model in models).backward()
+        torch.optim.AdamW([p for model in models for p in model.parameters()]).step()
+
+    assert learned_step(two_models, (2,)).calls
+
+
 def test_what_cannot_be_learned_is_refused():
     with pytest.raises(PlanError, match="ran no op on a mesh"):
         learned_step(lambda _: nn.Linear(2, 2)(torch.ones(2)), (2,))

@@ -180,6 +180,18 @@ def test_an_op_without_a_derivative_is_refused_in_a_backward_pass(pool):
     assert any(what.startswith("backward refused (no derivative") for what in verdict.counts), verdict.counts
 
 
+def test_one_of_several_views_is_compared_after_a_write_to_it(pool):
+    """With its gradient torch would not let it be read any more, on one device either."""
+    lines = (
+        drawn(0, (8, 6), torch.float32, (Replicate(),)),
+        Call((1, 2, 3, 4, 5, 6), "aten.unbind.int", (Value(0), -1)),
+        Call((7,), "aten.logical_not_.default", (Value(5),)),
+    )
+    verdict = check_program(Program((4,), lines, grad=True), pool)
+    assert not verdict.wrong, verdict.wrong
+    assert verdict.counts["call ran"] == 2
+
+
 def test_a_kernel_that_rounds_more_than_the_ranks_do_is_no_reference(pool):
     """Torch's batch norm of bfloat16 on a CPU rounds within; over a sharded batch ours is what float64 gives."""
     near = torch.tensor([1.0859, 1.0859, 1.0859, 1.1172, 1.0938, 1.0859, 1.1094, 1.1094]).to(torch.bfloat16)[:, None]

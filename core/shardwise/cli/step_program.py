@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from attrs import evolve, frozen
+from attrs import frozen
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,7 +34,7 @@ class StepProgram:
     device: str
     plan: StepPlan | None
     plan_name: str
-    is_learned: bool = False
+    is_learned: bool
 
     def decisions(self, tell: Callable[[str, int], None]) -> tuple[Decisions | None, str]:
         """The decisions by which the program runs once it is learned, and what to say of them; None without --learned,
@@ -85,8 +85,7 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if is_learned and plan_path is not None:
             raise click.UsageError("--learned and --plan: a program that has a plan is not learned; give one of them")
-        step = _step_program(program, mesh_shape, names, device, plan_path)
-        command(step=evolve(step, is_learned=is_learned), **others)
+        command(step=_step_program(program, mesh_shape, names, device, plan_path, is_learned=is_learned), **others)
 
     for option in reversed(_OPTIONS):
         call = option(call)
@@ -94,7 +93,13 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _step_program(
-    program: str, mesh_shape: tuple[int, ...] | None, names: str | None, device: str, plan_path: Path | None
+    program: str,
+    mesh_shape: tuple[int, ...] | None,
+    names: str | None,
+    device: str,
+    plan_path: Path | None,
+    *,
+    is_learned: bool,
 ) -> StepProgram:
     """The step of a command's options. Raises :class:`click.UsageError` for those that do not fit."""
     plan = None if plan_path is None else read_plan(plan_path)
@@ -104,7 +109,9 @@ def _step_program(
     if mesh_shape is None:
         raise click.UsageError("it needs --mesh, or a --plan that has one")
     words = mesh_dim_names(names, mesh_shape) or of_plan
-    return StepProgram(program, mesh_shape, words, device, plan, "" if plan_path is None else plan_path.name)
+    return StepProgram(
+        program, mesh_shape, words, device, plan, "" if plan_path is None else plan_path.name, is_learned
+    )
 
 
 @contextmanager

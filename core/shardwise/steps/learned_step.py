@@ -52,6 +52,6 @@ def learned_step(
                 with watch.installed(), watch.recorded():
                     follow(program, mesh, watch)
                 with no_collection():
-                    return decide_step(watch.step(asked).graph)
+                    return decide_step(watch.graph(asked))
     finally:
         use_decisions(*before)

@@ -237,7 +237,7 @@ def _planned(
     watch = RecordingWatch(lambda _, ops: say("record", ops))
     with watch.installed(), watch.recorded():
         recorded = follow(program, mesh, watch)
-    step = watch.step("plan a step")
+    step = watch.step()
     del watch
     times.append(time.perf_counter())
     say("solve", 0)

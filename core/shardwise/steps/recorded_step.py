@@ -38,7 +38,6 @@ class RecordingWatch(RankWatch):
 
     recording: Recording = field(factory=Recording)
     _open: ExitStack = field(factory=ExitStack)
-    _is_over: bool = False
     _inputs: dict[str, Layout] = field(factory=dict)
     _placed: dict[str, Layout] = field(factory=dict)
 
@@ -67,8 +66,8 @@ class RecordingWatch(RankWatch):
             if isinstance(value, MeshTensor):
                 self._inputs[name] = _layout(value)
 
-    def step(self, asked: str) -> RecordedStep:
-        """What was recorded. Raises :class:`PlanError`, with what was asked, for what cannot be decided for."""
+    def graph(self, asked: str) -> StepGraph:
+        """The calls that were recorded. Raises :class:`PlanError`, with what was asked, if nothing can be decided."""
         recording = self.recording
         if not recording.calls:
             raise PlanError(
@@ -80,11 +79,16 @@ class RecordingWatch(RankWatch):
             raise PlanError(
                 asked=asked,
                 found=f"the program uses {counted(len(recording.meshes), 'mesh')}",
-                do="Plan a step that uses the mesh that the program gets, and no submesh of it.",
+                do="Run a step that uses the mesh that the program gets, and no submesh of it.",
             )
-        for leaf in recording.leaves:
+        return recording.graph()
+
+    def step(self) -> RecordedStep:
+        """What was recorded, to plan it: :class:`PlanError` also where two tensors of one name lie differently."""
+        graph = self.graph("plan a step")
+        for leaf in self.recording.leaves:
             self._note(leaf)
-        return RecordedStep(recording.graph(), self._placed, self._inputs)
+        return RecordedStep(graph, self._placed, self._inputs)
 
     def backward_ended(self, parameters: Sequence[nn.Parameter]) -> None:
         RankWatch.backward_ended(self, parameters)

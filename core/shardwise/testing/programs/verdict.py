@@ -29,6 +29,9 @@ TIMEOUT = 45.0
 _NUDGE = 1e-6
 
 
+_NUDGES = 16
+"""Roundings that are tried, to see which elements of a result they change."""
+
 # The reductions that add the parts.
 _ADDED = {"sum", "avg"}
 _HALF = {torch.float16, torch.bfloat16}
@@ -137,15 +140,13 @@ class _Judge:
             self.verdict.counts["unsteady"] += 1
             self.unsteady, wrong = True, ""
         for name in () if wrong else here[0].values:
-            parts = {at: outcome.values[name] for at, outcome in zip(self._coordinates(), here, strict=True)}
-            first = here[0].values[name]
-            if first.meta is None:
-                self.held[name] = first.local
-            else:
+            held = [outcome.values[name] for outcome in here]
+            first = held[0]
+            self.held[name] = self._whole(held)
+            if first.meta is not None:
                 spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, first.meta)
                 (self.pending.add if _ADDED & {*spec.reductions.values()} else self.pending.discard)(name)
-                self.scales[name] = max(map(_largest, (part.local for part in parts.values())))
-                self.held[name] = assemble({at: part.local for at, part in parts.items()}, spec)
+                self.scales[name] = max(_largest(part.local) for part in held)
         return wrong
 
     def _compare_values(self, line: Line, after: After, here: Sequence[LineOutcome], *, infinities: bool = True) -> str:
@@ -218,25 +219,48 @@ class _Judge:
         own = {name: self.held[name] for name in line.operands}
         wide = {name: t.double() if t.dtype in _HALF else t for name, t in own.items()}
         ways = [own] if all(wide[name] is own[name] for name in own) else [own, wide]
-        return any(self._gives(line, operands, here) for operands in ways) or self._is_steep_call(line, own)
+        return any(self._gives(line, operands, here) for operands in ways) or self._is_steep_call(line, own, here)
 
-    def _is_steep_call(self, line: Call, own: Mapping[int, Tensor]) -> bool:
-        """Whether a call gives something else for pending operands that are rounded otherwise: the ranks add their
-        parts in an order of their own. A matrix without full rank may have any pivots then, for example.
+    def _is_steep_call(self, line: Call, own: Mapping[int, Tensor], here: Sequence[LineOutcome]) -> bool:
+        """Whether all that the ranks have otherwise also changes where pending operands are rounded otherwise: they add
+        their parts in an order of their own. A matrix without full rank may have any pivots then, for example.
         """
         generator = torch.Generator().manual_seed(0)
+        try:
+            with quietly():
+                values, _ = run_alone(line, own)
+                nudged = [run_alone(line, self._nudged(own, generator))[0] for _ in range(_NUDGES)]
+        except Exception:  # noqa: BLE001  # it refuses one of them
+            return False
+        is_apart = False
+        for name in (n for n in values if n in here[0].values):
+            others = [of_nudge[name] for of_nudge in nudged]
+            ranks = self._whole([o.values[name] for o in here])
+            if any(other.shape != values[name].shape for other in (ranks, *others)):
+                return False
+            apart = _apart(values[name], ranks)
+            is_apart = is_apart or bool(apart.any())
+            if bool((apart & ~torch.stack([_apart(values[name], other) for other in others]).any(0)).any()):
+                return False
+        return is_apart
+
+    def _nudged(self, own: Mapping[int, Tensor], generator: torch.Generator) -> dict[int, Tensor]:
+        """Operands with each pending one changed by what the sum of its parts is rounded by."""
         nudged = dict(own)
         for name in self.pending.intersection(own):
             value = own[name]
-            if value.is_floating_point() and value.isfinite().all():
+            if value.is_floating_point():
                 noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).clamp(-1, 1)
                 nudged[name] = value + (noise * torch.finfo(value.dtype).eps * self.scales[name]).to(value.dtype)
-        try:
-            with quietly():
-                (values, _), (others, _) = run_alone(line, own), run_alone(line, nudged)
-        except Exception:  # noqa: BLE001  # it refuses one of them
-            return False
-        return any(_differ(values[name], others[name]) for name in values)
+        return nudged
+
+    def _whole(self, held: Sequence[Held]) -> Tensor:
+        """The whole value of which each rank holds a part."""
+        first = held[0]
+        if first.meta is None:
+            return first.local
+        spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, first.meta)
+        return assemble({at: h.local for at, h in zip(self._coordinates(), held, strict=True)}, spec)
 
     def _gives(self, line: Call, operands: Mapping[int, Tensor], here: Sequence[LineOutcome]) -> bool:
         """Whether one device gives the ranks' results of a call from operands, in the dtypes of the ranks' results."""
@@ -298,11 +322,10 @@ def _largest(value: Tensor) -> float:
     return float(value.double().abs().nan_to_num(0.0, 0.0, 0.0).amax())
 
 
-def _differ(value: Tensor, other: Tensor) -> bool:
-    """Whether a result changed much more than its operands did."""
-    if value.shape != other.shape:
-        return True
-    return not torch.allclose(value.to(torch.complex128), other.to(torch.complex128), 1e-3, 1e-3, equal_nan=True)
+def _apart(value: Tensor, other: Tensor) -> Tensor:
+    """Where two results differ by much more than a rounding: half of the digits."""
+    near = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() or value.is_complex() else 0.0
+    return ~torch.isclose(value.to(torch.complex128), other.to(torch.complex128), near, near, equal_nan=True)
 
 
 def _order_of(meta: TensorMeta) -> list[int]:
