@@ -7,7 +7,9 @@ import torch
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.engine import kernel_dtypes
 from shardwise.testing import mesh
+from shardwise.tools.rehearse import rehearse
 
 INTEGERS = torch.arange(24).reshape(4, 6)
 REFUSED = [
@@ -123,3 +125,47 @@ def saves_in_the_dtype_of_one_device(layout):
 @pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)]])
 def test_saved_statistics_have_the_dtype_of_one_device(pool, layout):
     pool.run(saves_in_the_dtype_of_one_device, layout)
+
+
+def asked_on_a_card(monkeypatch, calls):
+    """The ops whose kernels would be asked on a mesh of cards."""
+    asked = []
+
+    def raised(op, device_type, values, instead):
+        asked.append((op, device_type))
+
+    monkeypatch.setattr(kernel_dtypes, "_raised", raised)
+    monkeypatch.setattr(kernel_dtypes, "has_cuda", lambda: True)
+    monkeypatch.setattr(kernel_dtypes, "_known", {})
+
+    def program(mesh):
+        x, one, mask = torch.rand(1, 4), torch.zeros(1, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool)
+        x, one, mask = (sw.distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in (x, one, mask))
+        calls(x, one, mask)
+
+    rehearse(program, (4,), device="cuda")
+    assert {device for _, device in asked} <= {"cuda"}
+    return [op for op, _ in asked]
+
+
+def test_no_kernel_of_a_card_gets_made_up_places(monkeypatch):
+    """There an index out of range fails an assertion, after which the process can do nothing more."""
+    functional = torch.nn.functional
+
+    def calls(x, one, mask):
+        x.gather(0, one[:, None])
+        x.index_select(0, one)
+        x.index_add(0, one, x)
+        x.scatter(0, one[:, None], 1.0)
+        x[one]
+        x[0].quantile(0.5)
+        x.masked_scatter(mask, x[:, :2])
+        functional.nll_loss(x, one)
+        functional.embedding(one, x)
+        one.softmax(0, dtype=torch.float32)
+        one.cumsum(0)
+
+    ops = asked_on_a_card(monkeypatch, calls)
+    assert torch.ops.aten.cumsum.default in ops
+    places = ("index", "indices", "mask", "target")
+    assert not [op for op in ops for arg in op._schema.arguments if any(place in arg.name for place in places)]

@@ -9,6 +9,9 @@ for indices, offsets or lengths. Some take sizes as arguments, which must fit th
 are asked, with integers beside other dtypes only where no operand's name is that of a place in memory, and where the
 arguments are numbers, flags, or the geometry of a window. A call with a window is asked with operands of its own
 shapes, if they are small.
+
+A card is asked less. A kernel of the CPU that meets an index out of range raises. One of CUDA fails an assertion, and
+then the process can do nothing more on its card. So no kernel of a card gets made-up places, or made-up masks.
 """
 
 from __future__ import annotations
@@ -76,8 +79,10 @@ _PLACES = (
     "reserve",
     "sizes",
 )
+# The same for kernels of a card, which check by an assertion.
+_ASSERTED = ("index", "mask", "target", "condition", "boundaries", "bins")
 # Beginnings of the names of ops whose kernels read and write as if all operands were what they should be.
-_TRUSTING = ("_fused_", "segment_reduce", "_segment_reduce")
+_TRUSTING = ("_fused_", "segment_reduce", "_segment_reduce", "_assert", "_functional_assert")
 # Operands of more elements than this in all are too much for a question.
 _SMALL = 1 << 16
 
@@ -107,7 +112,7 @@ def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | Non
     """What the kernel raises on a few ones of each operand's dtype, if it raises nothing for another dtype in place of
     one operand's or of all. If it raises then too, dtypes are not the reason.
     """
-    if draws(op) or not _has_kernels(device_type) or not _may_ask(op, values):
+    if draws(op) or not _has_kernels(device_type) or not _may_ask(op, device_type, values):
         return None
     refusal = _raised(op, device_type, values, {})
     if refusal is None:
@@ -118,13 +123,15 @@ def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | Non
     return refusal if any(_raised(op, device_type, values, trial) is None for trial in trials) else None
 
 
-def _may_ask(op: Op, values: Sequence[Any]) -> bool:
-    """Whether the op's kernel is safe on made-up operands."""
+def _may_ask(op: Op, device_type: str, values: Sequence[Any]) -> bool:
+    """Whether a device's kernel of the op is safe on made-up operands."""
     # Fused kernels, and those that reduce segments, trust what their operands are.
     if op.namespace != "aten" or _is_view(op) or op.__name__.startswith(_TRUSTING):
         return False
     dtypes = set(_dtypes(values))
-    if len(dtypes) != 1 and not all(map(_is_inexact, dtypes)) and _reads_by_operands(op):
+    if len(dtypes) != 1 and not all(map(_is_inexact, dtypes)) and _reads_by_operands(op, _PLACES):
+        return False
+    if device_type != "cpu" and _reads_by_operands(op, (*_PLACES, *_ASSERTED)):
         return False
     known = _NO_SIZES | _WINDOWS if sum(_elements(values)) <= _SMALL else _NO_SIZES
     return all(v is None or _is_no_size(v) or name in known for name, v in _statics(op, values))
@@ -143,8 +150,8 @@ def _is_no_size(value: Any) -> bool:
     )
 
 
-def _reads_by_operands(op: Op) -> bool:
-    return any(part in arg.name for arg in signature(op).tensor_args for part in _PLACES)
+def _reads_by_operands(op: Op, places: Sequence[str]) -> bool:
+    return any(part in arg.name for arg in signature(op).tensor_args for part in places)
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:
