@@ -424,3 +424,29 @@ def test_entered_in_compiled_code_it_does_nothing(two_ranks):
 
 def test_compiled_modules_in_a_forward_and_around_it(two_ranks):
     two_ranks.run(compiled_inside, "aot_eager")
+
+
+def made_by_autograds_thread():
+    """A backward pass on a card runs in another thread, where torch has the modes of the one that called it."""
+    grid = mesh((2,))
+    made = {}
+
+    def run(mode, name):
+        try:
+            made[name] = mode.run(torch.ops.aten.reshape.default, (), (torch.ones(4), [2, 2]), {}).shape
+        except Exception as error:  # noqa: BLE001  # an assertion in a thread is lost
+            made[name] = error
+
+    with sw.on(grid):
+        outer = torch.utils._python_dispatch._get_current_dispatch_mode()
+        with sw.on(grid):
+            inner = torch.utils._python_dispatch._get_current_dispatch_mode()
+            for name, mode in (("inner", inner), ("outer", outer)):
+                thread = threading.Thread(target=run, args=(mode, name))
+                thread.start()
+                thread.join()
+    assert made == {"inner": (2, 2), "outer": (2, 2)}
+
+
+def test_a_backward_pass_in_a_thread_of_autograds(two_ranks):
+    two_ranks.run(made_by_autograds_thread)

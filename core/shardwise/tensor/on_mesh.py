@@ -46,6 +46,8 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
         super().__init__()
         self.mesh = mesh
         self.call: FrameType | None = None
+        # Of the thread that entered it. A backward pass on a card runs in a thread of autograd's, under the same modes.
+        self.entered: list[_OnMesh] = _entered.modes
 
     def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one op. The mode is off meanwhile."""
@@ -57,7 +59,7 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
                 return kind.__torch_dispatch__(op, types, args, kwargs)
         mesh = self.mesh
         # An op that the innermost mode runs reaches the outer ones.
-        if mesh is None or _entered.modes[-1] is not self or _is_over(self.call):
+        if mesh is None or self.entered[-1] is not self or _is_over(self.call):
             return op(*args, **kwargs)
         operands = list(tensors_in([args, kwargs]))
         if not operands:
