@@ -117,10 +117,12 @@ def _stats_apart(call: Call, rows: Sequence[Row]) -> Iterator[Row]:
 def backward_rows(call: Call) -> Flow:
     """Channels, batch and positions; linear in the gradient.
 
-    It is long because the ops call their operands by different names, and have statistics in training only.
+    It is long because the ops call their operands by different names. Statistics are saved in training, and on a card
+    without it, too: there the kernel reads them.
     """
     labels, training = _labels(call), is_training(call)
-    saved = ("c",) if training else None
+    kept = [call.args.get(name) for name in SAVED]
+    saved = ("c",) if training or any(s is not None and s.shape != (0,) for s in kept) else None
     dims: dict[str, Any] = {"input": labels, **dict.fromkeys(GRADIENTS, labels), **dict.fromkeys(SAVED, saved)}
     dims |= dict.fromkeys(PER_CHANNEL, ("c",))
     pooled = _pooled(call)

@@ -54,8 +54,14 @@ def is_mask(index: TensorMeta | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def owned_block(local: LocalCall, indices: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Owned | None]:
-    """The indices relative to this rank's shard, and which of them fall into it; ``None`` if all of them do."""
+def owned_block(
+    local: LocalCall, x: Tensor, indices: Sequence[Tensor | None]
+) -> tuple[list[Tensor | None], Owned | None]:
+    """The indices relative to this rank's shard, and which of them fall into it; ``None`` if all of them do.
+
+    Torch takes indices from the CPU into a tensor of a card, and brings them there.
+    """
+    indices = [None if index is None else index.to(x.device) for index in indices]
     local_indices = list(indices)
     block: Owned | None = None
     for dim, index in enumerate(indices):
@@ -68,7 +74,7 @@ def owned_block(local: LocalCall, indices: Sequence[Tensor | None]) -> tuple[lis
 
 
 def _index_own(local: LocalCall, x: Tensor, indices: Sequence[Tensor | None], **named: Any) -> Tensor:
-    own, block = owned_block(local, indices)
+    own, block = owned_block(local, x, indices)
     indexed = [d for d, index in enumerate(indices) if index is not None]
     cut = [d for d in indexed if local.sharding(local.spec("self"), d)]
     picked: Tensor = local.call.op(never_empty(x, cut), own, **named)

@@ -22,7 +22,7 @@ def _put_own(
     local: LocalCall, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any, **named: Any
 ) -> Tensor:
     """The op with only those entries of the indices that fall into this rank's shard."""
-    own, block = owned_block(local, indices)
+    own, block = owned_block(local, x, indices)
     if block is not None and is_traced(x):
         cut = [d for d, index in enumerate(indices) if index is not None and local.sharding(local.spec("self"), d)]
         for d in cut:
@@ -44,7 +44,8 @@ def _entries(
     flat = [None if index is None else index.expand(shape).reshape(-1)[positions] for index in indices]
     first = Indexing.of(x.ndim, indices).first
     rest = [n for d, n in enumerate(x.shape) if d >= len(indices) or indices[d] is None]
-    spread = values.expand([*rest[:first], *shape, *rest[first:]])
+    there = values.to(x.device)  # torch takes a number from the CPU
+    spread = there.expand([*rest[:first], *shape, *rest[first:]])
     lined_up = spread.reshape([*rest[:first], shape.numel(), *rest[first:]])
     return flat, lined_up.index_select(first, positions)
 

@@ -293,3 +293,45 @@ def test_saved_tensors_go_to_the_host_by_their_parts():
 def test_a_tensor_that_a_program_asks_for_on_the_host_is_refused():
     with pytest.raises(DeviceMismatchError, match="mesh of cuda devices"):
         rehearse(lambda mesh: rows(mesh).new_empty(4, device="cpu"), (8,), device="cuda")
+
+
+# -- tensors of the host -----------------------------------------------------------------------------------------
+
+
+def host_tensors(mesh):
+    with torch.device("cpu"):
+        batch, rows, model = torch.ones(8, 6), torch.tensor([0, 2]), torch.nn.Linear(6, 4)
+    x = sw.distribute_tensor(batch, mesh, [Shard(0)])
+    assert x.to_local().device.type == "cuda"
+    assert {t.device.type for t in (x[rows], x[:, rows], x[rows, rows])} == {"cuda"}
+    parameter = sw.distribute_tensor(model.weight, mesh, [Shard(1)], src_data_rank=None)
+    assert (type(parameter).__name__, parameter.to_local().device.type) == ("MeshTensor", "cuda")
+    assert parameter.requires_grad
+    sw.distribute_module(model, mesh, {"weight": [Shard(0)]})
+    assert {p.to_local().device.type for p in model.parameters()} == {"cuda"}
+    model(x).sum().backward()
+    with pytest.raises(DeviceMismatchError, match="Move it first"):
+        sw.MeshTensor.from_local(batch, mesh, [Shard(0)])
+
+
+def test_whole_tensors_and_indices_of_the_host_are_brought_to_the_devices():
+    """As distribute_tensor of torch does, and as torch does for indices."""
+    rehearse(host_tensors, (4,), device="cuda")
+
+
+def test_saved_statistics_are_sharded_like_the_channels_without_training():
+    """On a card the kernels keep them without training, too, and the backward reads them."""
+
+    def program(mesh):
+        def on(*shape, places):
+            return sw.distribute_tensor(torch.ones(shape), mesh, [places], src_data_rank=None)
+
+        x = on(3, 8, 3, 4, places=Shard(1)).requires_grad_()
+        weight, bias = (on(8, places=Shard(0)).requires_grad_() for _ in range(2))
+        mean, variance = (on(8, places=Shard(0)) for _ in range(2))
+        out = torch.ops.aten._native_batch_norm_legit(x, weight, bias, mean, variance, False, 0.1, 1e-5)[0]
+        out.backward(torch.ones_like(out))
+        assert x.grad.placements == (Shard(1),)
+
+    sent = rehearse(program, (4,), device="cuda").counts
+    assert not [use for use in sent if "batch_norm" in use.op]

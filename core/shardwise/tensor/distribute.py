@@ -28,7 +28,7 @@ from shardwise.private_torch.transforms import (
     is_wrapped,
 )
 from shardwise.tensor.batched import in_batches, is_on_mesh, moved
-from shardwise.tensor.local_parts import check_device, refuse_dtensor
+from shardwise.tensor.local_parts import check_dense, refuse_dtensor
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.placed import note_placed
 from shardwise.tensor.shards import scatter_local
@@ -51,10 +51,11 @@ def distribute_tensor(
     on a mesh with one dim.
 
     The values are those of the mesh's first rank, which sends them to the others. ``src_data_rank=None`` uses each
-    rank's own values without communication; they must be the same. Keeps ``requires_grad``; a ``Parameter`` stays a
-    ``Parameter``. Placements default to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError`,
-    :class:`DeviceMismatchError`, :class:`LeafError` or :class:`ArgumentError` before it communicates, and
-    :class:`RankDisagreementError` on every rank if the ranks differ.
+    rank's own values without communication; they must be the same. A tensor of another device than the mesh's is
+    copied to this rank's device first. Keeps ``requires_grad``; a ``Parameter`` stays a ``Parameter``. Placements
+    default to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError`, :class:`LayoutError`,
+    :class:`LeafError` or :class:`ArgumentError` before it communicates, and :class:`RankDisagreementError` on every
+    rank if the ranks differ.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     check_tensor("distribute a tensor", tensor)
@@ -79,7 +80,7 @@ def distribute_tensor(
             argument="src_data_rank",
         )
     refuse_dtensor(tensor, "distribute a tensor")
-    check_device(tensor, mesh)
+    check_dense(tensor)
     layout = check_placements(
         [REPLICATE] * mesh.ndim if placements is None else per_mesh_dim(placements, mesh), mesh.ndim, tensor.ndim
     )
@@ -95,7 +96,7 @@ def _leaf(
 ) -> MeshTensor:
     spec = TensorSpec(mesh, layout, unexpanded(TensorMeta.of(tensor)))
     meet(mesh)
-    whole, is_sent = _sent(tensor.detach(), spec, src_data_rank, tensor.requires_grad)
+    whole, is_sent = _sent(_on_device_of(mesh, tensor.detach()), spec, src_data_rank, tensor.requires_grad)
     sharded = MeshTensor(scatter_local(whole, spec), spec)
     if isinstance(tensor, nn.Parameter):
         sharded = nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[assignment]
@@ -106,6 +107,11 @@ def _leaf(
     if is_sent:
         origins.start(sharded, mesh)  # only where every rank has come: it counts
     return sharded
+
+
+def _on_device_of(mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on this rank's device, or without data."""
+    return tensor if tensor.device.type in (mesh.device_type, "meta") else tensor.to(mesh.device_type)
 
 
 def _sent(
@@ -127,16 +133,17 @@ class _FirstsValues(torch.autograd.Function):
     def forward(tensor: torch.Tensor, mesh: Any, layout: tuple[Placement, ...], src_data_rank: int | None) -> Any:
         spec = TensorSpec(mesh, layout, unexpanded(TensorMeta.of(tensor)))
         meet(mesh)
-        return _sent(tensor.detach(), spec, src_data_rank, False)[0].clone()
+        return _sent(_on_device_of(mesh, tensor.detach()), spec, src_data_rank, False)[0].clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004  # torch's signature
         ctx.how = inputs[1:]
+        ctx.device = inputs[0].device
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(_ctx: Any, grad: torch.Tensor | None) -> Any:
-        return grad, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        return None if grad is None else grad.to(ctx.device), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor | None, *_how: None) -> Any:

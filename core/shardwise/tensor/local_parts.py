@@ -28,7 +28,7 @@ from shardwise.private_torch.transforms import (
     held,
 )
 
-__all__ = ["agree_on_part", "check_device", "refuse_dtensor", "spec_of_part"]
+__all__ = ["agree_on_part", "check_dense", "check_device", "refuse_dtensor", "spec_of_part"]
 
 
 def refuse_dtensor(tensor: Any, asked: str) -> None:
@@ -42,8 +42,8 @@ def refuse_dtensor(tensor: Any, asked: str) -> None:
         )
 
 
-def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Check that a tensor is dense and is on the device type of its mesh or on the meta device."""
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise :class:`LayoutError` for a tensor that is sparse, opaque, nested or quantized."""
     if layout := other_layout(tensor):
         raise LayoutError(
             asked="put a tensor" + ("" if tensor.is_nested else f" of shape {tuple(tensor.shape)}") + " on a mesh",
@@ -52,6 +52,11 @@ def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
             "rank and use it with to_local().",
             layout=layout,
         )
+
+
+def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Check that a tensor is dense and is on the device type of its mesh or on the meta device."""
+    check_dense(tensor)
     if tensor.device.type in (mesh.device_type, "meta"):
         return
     raise DeviceMismatchError(
