@@ -57,11 +57,19 @@ def _sizes(local: LocalCall) -> Mapping[str, Any]:
     return {"input_size": local.local_shape(result)}
 
 
-def planes(names: str, positions: int, facts: Facts | None = None, by_position: Lowering | None = None) -> Rule:
+def planes(
+    names: str,
+    positions: int,
+    facts: Facts | None = None,
+    by_position: Lowering | None = None,
+    *,
+    filled: bool = False,
+) -> Rule:
     """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through.
 
     With the lowering ``by_position``, the last dims may be sharded too, in every operand and result. These rows are
-    written out, since a position has another size in each operand.
+    written out, since a position has another size in each operand. ``filled`` says that CUDA's kernels take no empty
+    batch.
     """
 
     def describe(call: Call) -> Rows:
@@ -72,7 +80,8 @@ def planes(names: str, positions: int, facts: Facts | None = None, by_position: 
         # Bytes round when they are interpolated or averaged.
         exact = [facts] if facts and (x.dtype.is_floating_point or facts == PICKING) else []
         # The kernels accept an empty batch, but not planes without channels.
-        flow = Flow([names], [names], partial=exact, nonempty=[d for d in names[lead - 1 : lead] if d])
+        nonempty = names[:lead] if filled else names[lead - 1 : lead]
+        flow = Flow([names], [names], partial=exact, nonempty=[d for d in nonempty if d])
         rows = flow.bind(call).rows
         if by_position is None or not x.dtype.is_floating_point:
             return Rows(rows)
@@ -121,13 +130,18 @@ LANCZOS = "_upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward"
 SMOOTH = [
     planes("upsample_linear1d upsample_linear1d_backward", 1, UNARY),
     planes(
-        "upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward "
+        "upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward",
+        2,
+        UNARY,
+    ),
+    planes(
         "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward "
         "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward",
         2,
         UNARY,
+        filled=True,
     ),
-    *([planes(LANCZOS, 2, UNARY)] if hasattr(aten, "_upsample_lanczos2d_aa") else []),
+    *([planes(LANCZOS, 2, UNARY, filled=True)] if hasattr(aten, "_upsample_lanczos2d_aa") else []),
     planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
 ]
 PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING)

@@ -73,10 +73,11 @@ def _summed(
 
 def _bags(local: LocalCall, weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """The bags of the table's rows or columns that this rank has."""
-    result, bag_of_index, sizes_spec, _ = local.outputs
+    result, bag_of_index, sizes_spec, places_spec = local.outputs
     assert result is not None
     assert bag_of_index is not None
     assert sizes_spec is not None
+    assert places_spec is not None
     bag_of = _bag_of_index(offsets, indices.shape[0], result.shape[0])
     if not local.sharding(local.spec("weight"), 0) and weight.numel():
         bags, _, *others = local.call.op(weight, indices, offsets, *args)
@@ -88,7 +89,9 @@ def _bags(local: LocalCall, weight: Tensor, indices: Tensor, offsets: Tensor, *a
         sizes = counts.to(sizes_spec.dtype)
     else:
         sizes = torch.zeros(sizes_spec.shape, dtype=sizes_spec.dtype, device=bags.device)
-    return bags.to(result.dtype), bag_of.to(bag_of_index.dtype), sizes, sizes.clone()
+    # A card has no positions of maxima for sums and means.
+    places = sizes.clone() if places_spec.shape == sizes_spec.shape else sizes.new_zeros(places_spec.shape)
+    return bags.to(result.dtype), bag_of.to(bag_of_index.dtype), sizes, places
 
 
 @rule_from([aten._embedding_bag.default, aten._embedding_bag_forward_only.default], lowering=_bags, results=_results)

@@ -50,6 +50,7 @@ def embedding_backward(call: Call) -> Callable[[Call], Flow]:
         reduce={} if by_frequency else dict.fromkeys(batch, "sum"),
         replicate=batch if by_frequency else (),
         linear="grad_output",
+        nonempty="d",  # CUDA's kernel reads outside of a gradient without columns
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, Rows, like, rule_from, whole
+from shardwise.rule import Call, Flow, Rows, labels, like, rule_from, whole
 from shardwise_loss.shared_dim import log_softmax, log_softmax_backward, safe_softmax, softmax, softmax_backward
 
 __all__ = ["RULES"]
@@ -52,11 +52,12 @@ def _like_first(x: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
     meta=_like_first,
 )
 def masked(call: Call) -> Flow:
-    """Any dim but the softmax dim, where the mask has the shape of the scores."""
+    """Any dim but the softmax dim, where the mask has the shape of the scores; CUDA's kernel takes no empty shard."""
     scores, mask, dim = call.operands[0], call.args["mask"], call.args["dim"]
     if scores is None or scores.shape != mask.shape or not scores.ndim:
         return whole(call)
-    return like(scores, whole=[-1 if dim is None else dim])
+    names = labels(scores.ndim, [-1 if dim is None else dim])
+    return Flow([names], [names], nonempty=[name for name in names if name is not None])
 
 
 RULES = (

@@ -115,9 +115,15 @@ def UNBIND_INTO(x: TensorMeta, dim: int = 0, *, call: Call) -> Rows:
 
 
 def _into_parts(x: TensorMeta, at: int, count: int, *, drops: bool = False) -> Rows:
-    sharded = [(shard(d), shard(d - (drops and d > at))) for d in range(x.ndim) if d != at]
-    equal = [(p, p) for p in (*map(partial, REDUCE_OPS), REPLICATE)]
-    return Rows(tuple(Row((whole, *[part] * count), (), show(whole)) for whole, part in (*sharded, *equal)))
+    # CUDA's kernel divides by the size of a part.
+    sharded = [(shard(d), shard(d - (drops and d > at)), ((0, d),)) for d in range(x.ndim) if d != at]
+    equal = [(p, p, ()) for p in (*map(partial, REDUCE_OPS), REPLICATE)]
+    return Rows(
+        tuple(
+            Row((whole, *[part] * count), (), show(whole), nonempty=nonempty)
+            for whole, part, nonempty in (*sharded, *equal)
+        )
+    )
 
 
 # -- adjoints ----------------------------------------------------------------------------------------------------

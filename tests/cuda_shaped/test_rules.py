@@ -4,9 +4,12 @@ device but what docs/cuda.md lists.
 
 import oracle_rules
 import pytest
+import torch
 from attrs import evolve
+from described import empty, rows_of
 from shaped_rules import gather_samples, outcomes
 
+from shardwise import Shard
 from shardwise.kernel.signature import op_name
 
 # What a warm call of these ops reads from the device or brings to it; docs/cuda.md says why.
@@ -30,7 +33,7 @@ LEAVES = {
 # Ops whose results on CUDA have other shapes than on CPUs, or that take other layouts there.
 OTHERWISE = {
     "aten._batch_norm_no_update.default",
-    "aten._embedding_bag.default",  # and its lowering returns positions of maxima that no mode of CUDA's has
+    "aten._embedding_bag.default",  # no positions of maxima for sums and means
     "aten._embedding_bag_forward_only.default",
     "aten._grouped_mm.default",  # on the CPU torch has no shapes for it
     "aten.log_sigmoid_forward.default",
@@ -42,8 +45,6 @@ OTHERWISE = {
 }
 # Of these, the ops whose parts without data are not what their specs say.
 UNLIKE_SPECS = {
-    "aten._embedding_bag.default",
-    "aten._embedding_bag_forward_only.default",
     "aten.log_sigmoid_forward.output",
 }
 NO_SHAPES = "NotImplementedError"  # an op whose results torch computes on zeros, which needs its kernel
@@ -92,6 +93,29 @@ def test_log_sigmoid_keeps_its_shards_though_cuda_keeps_nothing_for_the_backward
     (out, buffer) = next(o.result for key, o in found.items() if op_name(key[0]) == "aten.log_sigmoid_forward.default")
     assert out == ("torch.float32", (8, 6), "(Shard(dim=0),)", True)
     assert buffer == ("torch.float32", (0,), "(Replicate(),)", True)
+
+
+X, INDICES = empty(4, 3, 6, 6), empty(4, dtype=torch.long)
+NO_EMPTY_SHARD = {
+    "_upsample_bilinear2d_aa.default": (X, [3, 3], False, None, None),
+    "_upsample_bicubic2d_aa_backward.default": (X, [6, 6], [4, 3, 9, 9], False, None, None),
+    "_masked_softmax.default": (X, empty(4, 3, 6, 6, dtype=torch.bool), 3, 2),
+    "embedding_dense_backward.default": (empty(4, 3), INDICES, 8, -1, True),
+    "split_with_sizes_copy.out": (X, [2, 4], 3),
+}
+
+
+@pytest.mark.parametrize("name", NO_EMPTY_SHARD)
+def test_kernels_that_fail_on_an_empty_shard_get_none(name):
+    """Seen on an H200: an invalid launch, memory that is not there, a division by zero that ends the process."""
+    packet, _, overload = name.partition(".")
+    args = NO_EMPTY_SHARD[name]
+    outs = {"out": [empty(4, 3, 6, 2), empty(4, 3, 6, 4)]} if overload == "out" else {}
+    listed = rows_of(getattr(getattr(torch.ops.aten, packet), overload), *args, **outs)
+    sharded = [row for row in listed if isinstance(row.inputs[0], Shard)]
+    assert sharded
+    for row in sharded:
+        assert (0, row.inputs[0].dim) in row.nonempty
 
 
 def test_rules_of_kernels_that_cuda_has_alone():
