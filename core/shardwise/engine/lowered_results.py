@@ -1,5 +1,7 @@
 """What a lowering returns is what its op returns: as many results, tensors of the shapes that this rank's shards have.
 
+So it is with kernels: torch computes shapes without data, and the kernel of a device may return others.
+
 A plan looks once, at its first results. A shard of another shape would be taken for a part of the global tensor, and
 the program would go on with wrong numbers or fail at another op.
 """
@@ -23,13 +25,40 @@ __all__ = ["first_results"]
 
 
 def first_results(plan: Plan, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run the local call of a plan for the first time. Raises :class:`RuleError` for what no lowering may return."""
+    """Run the local call of a plan for the first time. Raises :class:`RuleError` for what no lowering may return, and
+    for results of a kernel that have other shapes than their specs say.
+    """
     if not any(strategy.lowered for strategy in plan.strategies):
-        return call(*args, **kwargs)
+        out = call(*args, **kwargs)
+        _check_kernel(plan, out)
+        return out
     with noted(plan.schema.op, plan.entry.rule.source):
         out = call(*args, **kwargs)
     _check(plan, out)
     return out
+
+
+def _check_kernel(plan: Plan, out: Any) -> None:
+    if type(out) is torch.Tensor and plan.out is not None:
+        parts: Iterator[tuple[Any, Any]] = iter([(out, plan.out)])
+    else:
+        results = plan.schema.signature.results
+        values = out if len(results) > 1 else (out,)
+        flat = [v for r, value in zip(results, values, strict=False) if r.is_tensor for v in _listed(r, value)]
+        parts = zip(flat, plan.outs, strict=False)
+    for local, spec in parts:
+        if _is_other(local, spec):
+            refuse_answer(
+                plan.schema.op,
+                plan.entry.rule.source,
+                f"kernel for {local.device.type}",
+                f"a tensor of shape {tuple(local.shape)} for {spec}, of which this rank has {spec.local_shape()}",
+                "Say by results= what the kernels of this device return",
+            )
+
+
+def _listed(result: Result, value: Any) -> Sequence[Any]:
+    return value if result.is_list and isinstance(value, (tuple, list)) else (value,)
 
 
 def _check(plan: Plan, out: Any) -> None:
@@ -59,12 +88,16 @@ def _tensors(plan: Plan, result: Result, value: Any) -> Iterator[Any]:
 
 
 def _check_shape(plan: Plan, local: torch.Tensor | None, spec: TensorSpec | None) -> None:
-    if local is None or spec is None or isinstance(spec, SymbolicSpec) or is_without_data(local):
-        return
-    wanted = spec.local_shape()
-    if tuple(local.shape) != wanted:
-        found = f"a tensor of shape {tuple(local.shape)} for {spec}, of which this rank has {wanted}"
+    if local is not None and spec is not None and _is_other(local, spec):
+        found = f"a tensor of shape {tuple(local.shape)} for {spec}, of which this rank has {spec.local_shape()}"
         _refuse(plan, found, "Return this rank's part of the result")
+
+
+def _is_other(local: Any, spec: Any) -> bool:
+    """Whether a local tensor has another shape than its spec says; what has no data is not asked."""
+    if not isinstance(local, torch.Tensor) or spec is None or isinstance(spec, SymbolicSpec) or is_without_data(local):
+        return False
+    return bool(tuple(local.shape) != spec.local_shape())
 
 
 def _refuse(plan: Plan, answer: str, do: str) -> None:
