@@ -29,6 +29,12 @@ def test_the_help_lists_all():
     assert console.invoke(main, ["trian"]).exit_code == 2
 
 
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "shardwise"]
+    done = subprocess.run([*command, "trian"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Usage: shardwise" in done.stderr) == (2, True)
+
+
 LIGHT = """
 import sys
 sys.argv = ["shardwise", *{arguments!r}]
