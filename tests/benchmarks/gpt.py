@@ -198,7 +198,7 @@ def clip_plain(model):
     grads = [p.grad for p in model.parameters()]
     norms = torch.stack(torch._foreach_norm(grads))
     squares = norms.square()
-    is_sharded = torch.tensor([id(p) in sharded for p in model.parameters()])
+    is_sharded = torch.tensor([id(p) in sharded for p in model.parameters()], device=norms.device)
     total = torch.where(is_sharded, squares, 0.0).sum()
     dist.all_reduce(total)
     norm = (total + torch.where(is_sharded, 0.0, squares).sum()).sqrt()

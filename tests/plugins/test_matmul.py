@@ -5,6 +5,7 @@ import math
 import pytest
 import samples_matmul
 import torch
+from attrs import evolve
 from described import empty, rows_of, takes_partial
 from torch.nn import functional
 
@@ -206,16 +207,19 @@ def test_a_padded_logsumexp_is_cut_only_between_blocks(length, divides):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are CUDA's")
 @pytest.mark.parametrize("rule", [attention.ATTENTION, attention.ATTENTION_BACKWARD], ids=["forward", "backward"])
 def test_the_oracle_accepts_the_real_kernels(rule):
-    flash = {op: make for op, make in samples_matmul.SAMPLES.items() if "product_flash_attention" in str(op)}
+    names = ("product_flash_attention.", "product_flash_attention_backward.", "cudnn_attention")
+    chosen = {op: make for op, make in samples_matmul.SAMPLES.items() if any(name in str(op) for name in names)}
 
-    def halved(make):
-        return lambda: [([x.half() if is_float(x) else x for x in args], kwargs) for args, kwargs in make()]
+    # Not float16: sums of parts leave its range, and the samples have numbers near both of its ends.
+    def in_half(make):
+        return lambda: [([x.bfloat16() if is_float(x) else x for x in args], kwargs) for args, kwargs in make()]
 
     def is_float(x):
         return isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.ndim == 4
 
     with samples_matmul.cuda_kernels.on_gpu():
-        report = check_rule(rule, {op: halved(make) for op, make in flash.items()}, cases=60)
+        ops = tuple(op for op in rule.ops if op in chosen)
+        report = check_rule(evolve(rule, ops=ops), {op: in_half(chosen[op]) for op in ops}, cases=60)
     assert report.cases > 60
 
 

@@ -147,7 +147,8 @@ class Flow(nn.Module):
     def __init__(self):
         super().__init__()
         self.rotation = nn.Parameter(torch.linalg.qr(torch.randn(2, 2))[0])
-        self.masks = nn.Parameter(torch.from_numpy(np.array([[0.0, 1], [1, 0]] * 2)), requires_grad=False)
+        masks = torch.from_numpy(np.array([[0.0, 1], [1, 0]] * 2)).to(torch.get_default_device())
+        self.masks = nn.Parameter(masks, requires_grad=False)
         self.scales = nn.ModuleList(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in self.masks)
         self.shifts = nn.ModuleList(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in self.masks)
         self.prior = MultivariateNormal(torch.zeros(2), torch.eye(2))

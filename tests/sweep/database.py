@@ -93,9 +93,9 @@ def family_of(name):
     return next(family for family, pattern in FAMILIES if re.match(pattern, name))
 
 
-def dtype_of(record, direction):
-    """The first dtype, in a fixed order, that the operator has on the CPU."""
-    have = record.supported_backward_dtypes("cpu") if direction == BACKWARD else record.supported_dtypes("cpu")
+def dtype_of(record, direction, device="cpu"):
+    """The first dtype, in a fixed order, that the operator has on the device."""
+    have = record.supported_backward_dtypes(device) if direction == BACKWARD else record.supported_dtypes(device)
     return next((dtype for dtype in DTYPES if dtype in have), None)
 
 
@@ -106,14 +106,14 @@ def has(record, direction):
     return direction == FORWARD or record.supports_autograd
 
 
-def samples(record, direction, *, limit):
+def samples(record, direction, device="cpu", *, limit):
     """Up to ``limit`` samples, the same on every rank: evenly out of all that torch gives."""
-    dtype = dtype_of(record, direction)
+    dtype = dtype_of(record, direction, device)
     if dtype is None:
         return []
     torch.manual_seed(0)
     more = {"num_input_tensors": [3]} if record.name.startswith("_foreach") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        inputs = list(record.sample_inputs("cpu", dtype, requires_grad=direction == BACKWARD, **more))
+        inputs = list(record.sample_inputs(device, dtype, requires_grad=direction == BACKWARD, **more))
     return inputs[:: max(1, -(-len(inputs) // limit))]

@@ -45,14 +45,16 @@ class Line:
 
 
 def tried(pool, trial, waits):
-    """Every case of an operator on all ranks; one hang in their place if no try ends in its time."""
+    """Every case of an operator on all ranks; one in their place if no try ends in its time."""
     for wait in waits:
         try:
             return pool.run(check, trial, timeout=wait)[0]
         except WorkerError as error:
             pool.close()
-            hang = [("hang", -1, "", " ".join(str(error).split())[:300])]
-    return hang
+            # Ranks that raise have ended by an error of their card.
+            what = "crash" if "the device stopped" in str(error) else "hang"
+            ended = [(what, -1, "", " ".join(str(error).split())[:300])]
+    return ended
 
 
 def measure(pool, entry, trial, waits=WAITS):
@@ -114,17 +116,22 @@ def work(only, family, libraries, meshes, directions, base):
 @click.option("--samples", default=8, show_default=True, help="The most samples of an operator.")
 @click.option("--draws", default=3, show_default=True, help="Drawn placements per sample.")
 @click.option("--partial", "partials", is_flag=True, help="Let drawn placements hold partial sums.")
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option("--slice", "part", default="0/1", show_default=True, help="I/N: each N-th operator, from the I-th on.")
 @click.option("--seed", default="0", show_default=True)
 @click.option("--page", type=click.Path(path_type=Path, exists=True), help="Write the tables into a page of the docs.")
 @click.option("--from", "sources", multiple=True, type=click.Path(path_type=Path), help="Add the lines of such a file.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write every operator's line there.")
-def main(only, family, libraries, meshes, directions, samples, draws, partials, seed, path, page, sources):
+def main(
+    only, family, libraries, meshes, directions, samples, draws, partials, device, part, seed, path, page, sources
+):
     """Run the sweep, list what does not pass, and print the totals."""
     console = Console(width=None if sys.stdout.isatty() else 160)
-    base = Trial("", "", (), "", samples, draws, seed, partials)
+    base = Trial("", "", (), "", samples, draws, seed, partials, device)
     lines = [Line(**line) for source in sources for line in json.loads(source.read_text())]
     with WorkerPool(4) as pool:
-        planned = work(only, family, libraries, meshes, directions, base)
+        first, every = map(int, part.split("/"))
+        planned = work(only, family, libraries, meshes, directions, base)[first::every]
         for entry, trial in track(planned, "operators", console=Console(stderr=True)):
             line = measure(pool, entry, trial)
             lines.append(line)

@@ -29,7 +29,7 @@ class Trial:
     """What every rank runs: an operator by name, in one library, on a mesh of this shape, in one direction.
 
     ``limit`` is the most samples, ``draws`` the number of drawn placements per sample beside the systematic ones,
-    which come from ``seed``; ``partial`` lets them hold partial sums.
+    which come from ``seed``; ``partial`` lets them hold partial sums. ``device`` is the mesh's, and one device's.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Trial:
     draws: int
     seed: str
     partials: bool = False
+    device: str = "cpu"
 
 
 def check(trial):
@@ -47,17 +48,30 @@ def check(trial):
     (entry,) = [e for e in entries() if e.name == trial.name]
     warnings.simplefilter("ignore")
     results = []
-    for number, sample in enumerate(samples(entry.record, trial.direction, limit=trial.limit)):
+    for number, sample in enumerate(samples(entry.record, trial.direction, trial.device, limit=trial.limit)):
         leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
         expected = _expected(entry.record, sample, leaves, tree, trial.direction)
+        _await_device(trial, f"sample {number} on one device")
         if expected is None:
             continue
         for placing in placings(leaves, trial, number):
-            outcome, message = _agreed(*_case(trial, entry.record, sample, leaves, tree, placing, expected))
+            case = _case(trial, entry.record, sample, leaves, tree, placing, expected)
+            _await_device(trial, f"sample {number}, {_written(placing)}")
+            outcome, message = _agreed(*case)
             if outcome == "wrong" and _only_rounds(trial, entry.record, sample, leaves, tree, placing):
                 outcome, message = "pass", ""
             results.append((outcome, number, _written(placing), message))
     return results
+
+
+def _await_device(trial, case):
+    """A kernel that failed an assertion ends all that this process may do on its card: it must not go on."""
+    if trial.device != "cpu":
+        try:
+            torch.accelerator.synchronize()
+        except RuntimeError as error:
+            msg = f"{case}: the device stopped: {error}"
+            raise RuntimeError(msg) from error
 
 
 def _only_rounds(trial, record, sample, leaves, tree, placing):
@@ -152,14 +166,17 @@ def _found(sample, results, leaves, direction, whole):
     if not outs or not wanted:
         return found, None
     # A cotangent that differs at every element: a gradient that went to the wrong place shows.
-    weights = [torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).view(o.shape).to(o.dtype) for o in outs]
+    weights = [
+        torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64, device=o.device).view(o.shape).to(o.dtype)
+        for o in outs
+    ]
     gradients = torch.autograd.grad(outs, wanted, weights, allow_unused=True)
     return found, [whole(g) for g in gradients]
 
 
 def _case(trial, record, sample, leaves, tree, placed, expected, nearer=1):
     library = LIBRARIES[trial.library]
-    where = mesh(trial.shape)
+    where = mesh(trial.shape, device_type=trial.device)
     try:
         put = [
             leaf if p is None else library.scatter(leaf, where, p)

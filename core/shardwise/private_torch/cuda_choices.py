@@ -92,6 +92,8 @@ _DEFAULT_ORDER = [_FLASH, _EFFICIENT, _MATH, _CUDNN]
 _SETTINGS: Any = torch.backends.cuda  # torch leaves its functions unannotated
 _HALF = (torch.float16, torch.bfloat16)
 _MOST = 65535
+_IS_2_11 = torch.__version__ < "2.12"  # compared as versions
+"""The conditions of cuDNN's kernels are others there: seen on an H100."""
 
 
 @frozen
@@ -201,8 +203,8 @@ class _Attention:
     def _cudnn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gqa: bool) -> bool:
         if not (_SETTINGS.cudnn_sdp_enabled() and self.card.capability >= (8, 0) and _is_dense(q, k, v)):
             return False
-        new = self.card.capability == (9, 0) or self.card.capability[0] == 10  # noqa: PLR2004
-        wide = new and self.card.cudnn >= 91100 and (q.shape[-1], v.shape[-1]) == (192, 128)  # noqa: PLR2004
+        if _IS_2_11 and p and 91100 < self.card.cudnn < 91400:  # noqa: PLR2004
+            return False
         return (
             not (
                 torch.are_deterministic_algorithms_enabled()
@@ -211,15 +213,23 @@ class _Attention:
             and q.dtype is k.dtype is v.dtype
             and q.dtype in _HALF
             and (mask is None or _mask_fits(mask, q, k))
-            and (p * 16).is_integer()
+            and (_IS_2_11 or (p * 16).is_integer())
             and _heads_fit(q, k, v, gqa, values_as_keys=False)
             and _rows_lie_together(q, k, v, or_single=True)
             and q.shape[0] <= _MOST
             and q.shape[1] <= _MOST
-            and all(t.shape[-1] <= (192 if wide else 128) and t.shape[-1] % 8 == 0 for t in (q, v))
+            and all(t.shape[-1] <= self._widest(q, v) and t.shape[-1] % 8 == 0 for t in (q, v))
             and k.shape[-2] != 1
             and not (p and q.shape[-2] == 1)
         )
+
+    def _widest(self, q: Tensor, v: Tensor) -> int:
+        """The most that cuDNN takes as the width of a head."""
+        is_hopper = self.card.capability == (9, 0)
+        if _IS_2_11:
+            return 256 if is_hopper and self.card.cudnn >= 91000 else 128  # noqa: PLR2004
+        new = is_hopper or self.card.capability[0] == 10  # noqa: PLR2004
+        return 192 if new and self.card.cudnn >= 91100 and (q.shape[-1], v.shape[-1]) == (192, 128) else 128  # noqa: PLR2004
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
