@@ -39,22 +39,22 @@ def first_results(plan: Plan, call: Callable[..., Any], args: Sequence[Any], kwa
 
 
 def _check_kernel(plan: Plan, out: Any) -> None:
-    if type(out) is torch.Tensor and plan.out is not None:
-        parts: Iterator[tuple[Any, Any]] = iter([(out, plan.out)])
-    else:
-        results = plan.schema.signature.results
-        values = out if len(results) > 1 else (out,)
-        flat = [v for r, value in zip(results, values, strict=False) if r.is_tensor for v in _listed(r, value)]
-        parts = zip(flat, plan.outs, strict=False)
-    for local, spec in parts:
-        if _is_other(local, spec):
-            refuse_answer(
-                plan.schema.op,
-                plan.entry.rule.source,
-                f"kernel for {local.device.type}",
-                f"a tensor of shape {tuple(local.shape)} for {spec}, of which this rank has {spec.local_shape()}",
-                "Say by results= what the kernels of this device return",
-            )
+    """Check what the kernel made; an operand that it wrote is as it was."""
+    results = plan.schema.signature.results
+    values = out if len(results) > 1 else (out,)
+    specs = iter(plan.outs)
+    for result, value in zip(results, values, strict=False):
+        for local in _listed(result, value) if result.is_tensor else ():
+            spec = next(specs, None)
+            if not result.written and _is_other(local, spec):
+                assert spec is not None
+                refuse_answer(
+                    plan.schema.op,
+                    plan.entry.rule.source,
+                    f"kernel for {local.device.type}",
+                    f"a tensor of shape {tuple(local.shape)} for {spec}, of which this rank has {spec.local_shape()}",
+                    "Say by results= what the kernels of this device return",
+                )
 
 
 def _listed(result: Result, value: Any) -> Sequence[Any]:
