@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_module as torch_distribute_module
-from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed import tensor as dtensor
 
 import shardwise as sw
 from shardwise import MeshTensor, Replicate, Shard
@@ -201,11 +200,11 @@ def test_parameters_that_were_computed_on_the_mesh_are_placed(two_ranks):
 
 def dtensors():
     on, whole = on_two(), torch.arange(16.0).view(4, 4)
-    theirs = torch_distribute_tensor(whole, on, [Shard(0)])
+    theirs = dtensor.distribute_tensor(whole, on, [Shard(0)])
     with pytest.raises(LayoutError, match=r"it is a DTensor .*from_dtensor"):
         sw.distribute_tensor(theirs, on, [Shard(0)])
     with pytest.raises(LayoutError, match=r"place .0.weight.: it is a DTensor"):
-        sw.distribute_module(torch_distribute_module(small(), on), on)
+        sw.distribute_module(dtensor.distribute_module(small(), on), on)
     with pytest.raises(PlainTensorError, match="from_dtensor"):
         sw.distribute_tensor(whole, on) + theirs
 
