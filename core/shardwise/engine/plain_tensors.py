@@ -24,7 +24,7 @@ from shardwise.comm.contents import digest, traced_digest
 from shardwise.comm.groups import all_reduce, backend_of
 from shardwise.comm.rule_agreement import differences, different_summaries
 from shardwise.engine.call_site import users_line
-from shardwise.engine.replaced_parameters import refuse_replaced
+from shardwise.engine.replaced_parameters import leaves_of, refuse_replaced
 from shardwise.engine.several_meshes import mesh_of
 from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsError
 from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
@@ -44,7 +44,7 @@ from shardwise.private_torch.tracing import (
 )
 from shardwise.settings import PLAIN_POLICIES, Settings, read_settings
 
-__all__ = ["accept", "compare_on", "is_known", "know", "plain", "plain_operands", "policy"]
+__all__ = ["accept", "compare_on", "is_known", "know", "plain", "plain_operands", "policy", "trained_on"]
 
 # -- the policy ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
             elif chosen == "compare" and not overwritten and is_traced(tensor):
                 _compare_when_run(f"run {op_name(op)} on MeshTensors and plain tensors", name, tensor, mesh)
             if is_traced(tensor) and tensor.requires_grad:
-                _want_whole_gradient(tensor)
+                _want_whole_gradient(tensor, mesh)
             continue
         if chosen == "refuse" and tensor.dim():
             _accept_zeros_and_ones(op, name, tensor, written)
@@ -205,7 +205,7 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
         if is_without_data(tensor):
             continue
         if tensor.requires_grad:
-            _want_whole_gradient(tensor)
+            _want_whole_gradient(tensor, mesh)
         base = base_of(tensor)
         if written and base is not None and is_known(base, mesh):
             know(base, mesh, 1)
@@ -348,11 +348,24 @@ def _compare_when_run(asked: str, name: str, tensor: torch.Tensor, mesh: Mesh) -
 # Tensors whose gradient is brought to them whole already.
 _hooked: Any = WeakIdKeyDictionary()
 
+# The mesh on which a plain leaf, or what was made of it, last met a MeshTensor.
+_trained: Any = WeakIdKeyDictionary()
+_NEAR = 100  # nodes of autograd's graph between the two: a program makes such tensors in each step
 
-def _want_whole_gradient(tensor: torch.Tensor) -> None:
+
+def trained_on(leaf: torch.Tensor) -> Mesh | None:
+    """The mesh from which a plain leaf gets a gradient, as far as known; ``None`` if it gets none."""
+    mesh: Mesh | None = _trained.get(leaf)
+    return mesh
+
+
+def _want_whole_gradient(tensor: torch.Tensor, mesh: Mesh) -> None:
     """Bring the gradient of a plain tensor to it as a plain tensor, whole on every rank."""
     if tensor not in _hooked:
         _hooked[tensor] = tensor.register_hook(_whole)  # type: ignore[no-untyped-call]
+    if not is_without_data(tensor):
+        for leaf in leaves_of(tensor, _NEAR):
+            _trained[leaf] = mesh
 
 
 def _whole(gradient: Any) -> Any:

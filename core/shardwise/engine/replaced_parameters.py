@@ -17,7 +17,7 @@ from shardwise.kernel.known_tensors import forget_tensor
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.dispatch import base_of
 
-__all__ = ["new_of", "note_replaced", "refuse_replaced", "some_are_left"]
+__all__ = ["leaves_of", "new_of", "note_replaced", "refuse_replaced", "some_are_left"]
 
 # Weak in the old parameters: most programs drop them at once, and then there is nothing to look at.
 _new_of: Any = WeakIdKeyDictionary()
@@ -47,7 +47,7 @@ def refuse_replaced(op: Op, name: str, tensor: torch.Tensor) -> None:
     """
     if not _new_of or not tensor.requires_grad or not torch.is_grad_enabled():
         return
-    old = next((leaf for leaf in _leaves(tensor) if leaf in _new_of), None)
+    old = next((leaf for leaf in leaves_of(tensor) if leaf in _new_of), None)
     if old is None:
         return
     file, line = users_line()
@@ -63,15 +63,15 @@ def refuse_replaced(op: Op, name: str, tensor: torch.Tensor) -> None:
     )
 
 
-def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves that a tensor was made of."""
+def leaves_of(tensor: torch.Tensor, most: int = _MOST) -> list[torch.Tensor]:
+    """The leaves that a tensor was made of, as far as so many nodes of autograd's graph say."""
     if tensor.grad_fn is None:
         base = base_of(tensor)
         return [tensor] if base is None else [tensor, base]
     leaves = []
     nodes: list[Any] = [tensor.grad_fn]
     seen = set(nodes)
-    while nodes and len(seen) < _MOST:
+    while nodes and len(seen) < most:
         node = nodes.pop()
         leaf = getattr(node, "variable", None)
         if leaf is not None:

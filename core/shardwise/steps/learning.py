@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.comm.groups import backend_of
 from shardwise.comm.link_agreement import from_first
 from shardwise.engine.decided import in_force, use_decisions
+from shardwise.engine.plain_tensors import trained_on
 from shardwise.errors import MemoryPlanError, NoPlanError, PlanError, warn_user
 from shardwise.kernel.arguments import check_flag
 from shardwise.kernel.mesh import own_coordinate
@@ -285,9 +286,10 @@ def _layouts_of_results(graph: StepGraph, depth: int) -> dict[Tag, tuple[Placeme
 
 
 def meshes_of(optimizer: torch.optim.Optimizer) -> Iterator[DeviceMesh]:
-    """The mesh of each parameter of an optimizer that is on one."""
+    """The mesh of each parameter of an optimizer that is on one, or is plain and trained beside tensors of one."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return (parameter.device_mesh for parameter in parameters if isinstance(parameter, MeshTensor))
+    meshes: Any = (p.device_mesh if isinstance(p, MeshTensor) else trained_on(p) for p in parameters)
+    return (mesh for mesh in meshes if mesh is not None)
 
 
 def has_ranks(mesh: Any) -> bool:
