@@ -445,6 +445,34 @@ def test_an_optimizer_of_plain_parameters_beside_placed_ones_has_its_turn(two_ra
         assert counts[-1] < 0.8 * counts[0]
 
 
+def compiling_the_step():
+    """The collectives of a program of which only the optimizer's steps are compiled, and how often they are."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with by_itself(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m = mesh((2,))
+        model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step, counts, sent = torch.compile(optimizer.step, backend=counter), [], Counter()
+        with observe(lambda event: sent.update([event.kind])):
+            for _ in range(5):
+                sent.clear()
+                optimizer.zero_grad()
+                model(sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])).square().mean().backward()
+                step()
+                counts.append(sum(sent.values()))
+        return counter.frame_count, counts, learning.running().rounds
+
+
+def test_a_program_of_which_only_the_step_is_compiled_is_learned(two_ranks):
+    for compiled, counts, rounds in two_ranks.run(compiling_the_step):
+        assert (compiled, rounds) == (1, 1)  # as often as on one device
+        assert counts[-1] < 0.8 * counts[0]
+
+
 def compiling():
     """How often a model is compiled, and what torch says about it."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -30,6 +30,7 @@ from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsEr
 from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
 from shardwise.kernel.local_strides import other_layout
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.recording import recording
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import base_of, in_backward
@@ -44,7 +45,7 @@ from shardwise.private_torch.tracing import (
 )
 from shardwise.settings import PLAIN_POLICIES, Settings, read_settings
 
-__all__ = ["accept", "compare_on", "is_known", "know", "plain", "plain_operands", "policy", "trained_on"]
+__all__ = ["accept", "compare_on", "is_known", "know", "plain", "plain_operands", "policy"]
 
 # -- the policy ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
             elif chosen == "compare" and not overwritten and is_traced(tensor):
                 _compare_when_run(f"run {op_name(op)} on MeshTensors and plain tensors", name, tensor, mesh)
             if is_traced(tensor) and tensor.requires_grad:
-                _want_whole_gradient(tensor, mesh)
+                _want_whole_gradient(tensor)
             continue
         if chosen == "refuse" and tensor.dim():
             _accept_zeros_and_ones(op, name, tensor, written)
@@ -205,7 +206,7 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
         if is_without_data(tensor):
             continue
         if tensor.requires_grad:
-            _want_whole_gradient(tensor, mesh)
+            _want_whole_gradient(tensor)
         base = base_of(tensor)
         if written and base is not None and is_known(base, mesh):
             know(base, mesh, 1)
@@ -348,24 +349,13 @@ def _compare_when_run(asked: str, name: str, tensor: torch.Tensor, mesh: Mesh) -
 # Tensors whose gradient is brought to them whole already.
 _hooked: Any = WeakIdKeyDictionary()
 
-# The mesh on which a plain leaf, or what was made of it, last met a MeshTensor.
-_trained: Any = WeakIdKeyDictionary()
-_NEAR = 100  # nodes of autograd's graph between the two: a program makes such tensors in each step
 
-
-def trained_on(leaf: torch.Tensor) -> Mesh | None:
-    """The mesh from which a plain leaf gets a gradient, as far as known; ``None`` if it gets none."""
-    mesh: Mesh | None = _trained.get(leaf)
-    return mesh
-
-
-def _want_whole_gradient(tensor: torch.Tensor, mesh: Mesh) -> None:
+def _want_whole_gradient(tensor: torch.Tensor) -> None:
     """Bring the gradient of a plain tensor to it as a plain tensor, whole on every rank."""
     if tensor not in _hooked:
         _hooked[tensor] = tensor.register_hook(_whole)  # type: ignore[no-untyped-call]
-    if not is_without_data(tensor):
-        for leaf in leaves_of(tensor, _NEAR):
-            _trained[leaf] = mesh
+    if recording.recorder is not None and not is_without_data(tensor):
+        recording.recorder.trains(leaves_of(tensor))
 
 
 def _whole(gradient: Any) -> Any:
