@@ -123,6 +123,7 @@ class Learning:
     _unknown_in_step: int = field(default=0, init=False)
     _known_steps: int = field(default=0, init=False)
     _is_first_step: bool = field(default=True, init=False)
+    _has_placed: bool = field(default=False, init=False)
     #: Optimizers of plain parameters that are trained beside placed ones, and the mesh of these.
     _of_plain: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(factory=WeakKeyDictionary, init=False)
 
@@ -220,14 +221,21 @@ class Learning:
     leave_out_of_graphs(_step_ended)
 
     def _meshes_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """The meshes of an optimizer's parameters, and of the gradients of its plain ones where a step was recorded."""
+        """The meshes of an optimizer's parameters. Where no optimizer has any, that of the gradients of its plain ones.
+
+        Beside an optimizer of placed parameters, one of plain ones ends no step.
+        """
+        if meshes := list(_meshes_of(optimizer)):
+            self._has_placed = True
+        if self._has_placed:
+            return meshes
         recording = self._recording
         if recording is not None and recording.meshes:
             trained = recording.plain_leaves.keys()
             if any(id(parameter) in trained for parameter in _parameters(optimizer)):
                 self._of_plain[optimizer] = recording.meshes[0]
         own = self._of_plain.get(optimizer)
-        return [*_meshes_of(optimizer), *([] if own is None else [own])]
+        return [] if own is None else [own]
 
     def _has_many(self, unknown: int) -> bool:
         """Whether so many unknown calls are a reason to record steps, and decide again."""
