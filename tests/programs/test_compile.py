@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -594,6 +595,65 @@ def test_a_compiled_optimizer_step(ranks):
 def test_a_compiled_step_whose_states_have_one_row_on_each_rank(two_ranks):
     """The states were in a graph as MeshTensors, and their parts are then in one by themselves."""
     two_ranks.run(step_compiled, "AdamW", (2, 8))
+
+
+def counted_step(make, bias):
+    """How often a step is compiled, after a backward pass whose reductions are under way, on one device and here."""
+    compilations, results = [], []
+    for layouts in (None, {"weight": [Shard(0)], "bias": [bias]}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 6)
+        if layouts is not None:
+            sw.distribute_module(layer, one_dim(), layouts)
+        optimizer = make(layer.parameters())
+        compiled = []
+
+        def backend(graph, inputs, compiled=compiled):
+            compiled.append({type(value) for value in inputs})
+            return graph
+
+        step = torch.compile(optimizer.step, backend=backend)
+        for i in range(6):
+            x = torch.linspace(-1, i, 32).view(8, 4)
+            x = x if layouts is None else sw.distribute_tensor(x, one_dim(), [Shard(0)])
+            layer(x).square().mean().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                step()
+            optimizer.zero_grad()
+        compilations.append(compiled)
+        results.append([p.detach() for p in layer.parameters()])
+    for actual, expected in zip(*reversed(whole(results)), strict=True):
+        torch.testing.assert_close(actual, expected)
+    alone, here = compilations
+    assert len(here) == len(alone), compilations
+    return {kind.__name__ for kinds in here for kind in kinds} <= {"Tensor", "Parameter"}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam_with_a_tensor(parameters):
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.01))
+
+
+@pytest.mark.parametrize("make", [sgd, adam_with_a_tensor], ids=["SGD", "AdamW, lr is a tensor"])
+def test_a_compiled_step_is_compiled_as_often_as_on_one_device_and_on_parts(two_ranks, make):
+    assert two_ranks.run(counted_step, make, Replicate()) == [True] * 2
+
+
+class OfAProgram(torch.optim.SGD):
+    """No plugin knows it, so it steps op by op."""
+
+
+def of_a_program(parameters):
+    return OfAProgram(parameters, lr=0.1, momentum=0.9)
+
+
+def test_a_compiled_step_op_by_op_is_compiled_as_often_as_on_one_device(two_ranks):
+    assert two_ranks.run(counted_step, of_a_program, Shard(0)) == [False] * 2
 
 
 @pytest.mark.slow

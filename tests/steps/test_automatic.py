@@ -394,6 +394,85 @@ def test_each_of_several_optimizers_has_its_turn(two_ranks):
         assert counts[-1] < 0.8 * counts[0]
 
 
+class Adapted(nn.Module):
+    """A linear layer that is frozen, beside a product of two small matrices that is trained."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        self.to(torch.float64)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapting(ask):
+    """A model that is placed, and then has plain adapters: its optimizer has no parameter on the mesh."""
+    with by_itself("off" if ask else "auto"):
+        torch.manual_seed(0)
+        models = [Blocks().double() for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        sw.distribute_module(models[1], mesh((2,)), WEIGHTS_ONLY)
+        if ask:
+            sw.learn()
+        for model in models:
+            torch.manual_seed(1)
+            for block in model.blocks:
+                block["up"], block["down"] = Adapted(block["up"]), Adapted(block["down"])
+        trained = [[p for p in model.parameters() if p.requires_grad] for model in models]
+        optimizers = [torch.optim.AdamW(parameters, lr=0.02) for parameters in trained]
+        counts, sent = [], Counter()
+        with observe(lambda event: sent.update([event.kind])):
+            for _ in range(STEPS):
+                sent.clear()
+                x = floats(8, 32)
+                for model, optimizer, own in zip(
+                    models, optimizers, (x, sw.distribute_tensor(x, mesh((2,)), [Replicate()])), strict=True
+                ):
+                    optimizer.zero_grad()
+                    model(own).square().mean().backward()
+                    optimizer.step()
+                counts.append(sum(sent.values()))
+        torch.testing.assert_close(trained[1], trained[0], **TIGHT)
+        return counts, learning.running().rounds
+
+
+@pytest.mark.parametrize("ask", [False, True], ids=["by itself", "asked"])
+def test_an_optimizer_of_plain_parameters_beside_placed_ones_has_its_turn(two_ranks, ask):
+    for counts, rounds in two_ranks.run(adapting, ask):
+        assert rounds == 1
+        assert counts[-1] < 0.8 * counts[0]
+
+
+def compiling_the_step():
+    """The collectives of a program of which only the optimizer's steps are compiled, and how often they are."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with by_itself(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m = mesh((2,))
+        model = sw.distribute_module(Blocks(), m, WEIGHTS_ONLY)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step, counts, sent = torch.compile(optimizer.step, backend=counter), [], Counter()
+        with observe(lambda event: sent.update([event.kind])):
+            for _ in range(5):
+                sent.clear()
+                optimizer.zero_grad()
+                model(sw.distribute_tensor(floats(8, 32).float(), m, [Replicate()])).square().mean().backward()
+                step()
+                counts.append(sum(sent.values()))
+        return counter.frame_count, counts, learning.running().rounds
+
+
+def test_a_program_of_which_only_the_step_is_compiled_is_learned(two_ranks):
+    for compiled, counts, rounds in two_ranks.run(compiling_the_step):
+        assert (compiled, rounds) == (1, 1)  # as often as on one device
+        assert counts[-1] < 0.8 * counts[0]
+
+
 def compiling():
     """How often a model is compiled, and what torch says about it."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 
 import shardwise as sw
-from shardwise import MeshTensor, Replicate, Shard
-from shardwise.errors import LayoutError, PlainTensorError
+from shardwise import MeshTensor, Partial, Replicate, Shard
+from shardwise.errors import LayoutError, PlainTensorError, RankDisagreementError
 from shardwise.testing import mesh
 
 
@@ -243,8 +243,6 @@ def takes_over():
     assert x.to_local().data_ptr() == y.to_local().data_ptr()
     x.data = x.data.float()
     assert x.dtype == torch.float32
-    with pytest.raises(PlainTensorError, match="distribute_tensor"):
-        x.data = torch.zeros(2, 6)
     with pytest.raises(TypeError):
         x.data = 1
     equal(x, torch.zeros(2, 6))
@@ -256,6 +254,59 @@ def takes_over():
 
 def test_data_takes_over_memory_layout_and_dtype(two_ranks):
     two_ranks.run(takes_over)
+
+
+def takes_plain_values():
+    p = parameter()  # Shard(0)
+    p.data = whole(4, 4) * 3
+    assert (p.placements, p.requires_grad) == ((Shard(0),), True)
+    equal(p, whole(4, 4) * 3)
+    (p * 2).sum().backward()
+    assert p.grad.placements == (Shard(0),)
+    p.grad = None
+    p.data = whole(5, 3).t().double()  # another shape, dtype and order of memory
+    assert (p.shape, p.dtype, p.placements) == ((3, 5), torch.float64, (Shard(0),))
+    equal(p, whole(5, 3).t().double())
+    p.data = torch.ones(1, 1).expand(4, 4)
+    equal(p, torch.ones(4, 4))
+    p.data = torch.tensor(2.0)  # no dim to shard
+    assert p.placements == (Replicate(),)
+    equal(p, torch.tensor(2.0))
+    x = on(whole(4, 4), Replicate())
+    value = whole(4, 4) * 2
+    x.data = value
+    value.zero_()  # one memory, as in torch, where every rank has the whole
+    equal(x, torch.zeros(4, 4))
+    pending = MeshTensor.from_local(whole(4, 4), mesh((2,)), [Partial("sum")])
+    pending.data = whole(4, 4)
+    equal(pending, whole(4, 4))
+
+
+def test_data_takes_a_plain_tensor_as_whole(two_ranks):
+    two_ranks.run(takes_plain_values)
+
+
+def refuses_what_may_be_a_part():
+    rank = torch.distributed.get_rank()
+    x = on(whole(4, 4), Shard(0))
+    with pytest.raises(RankDisagreementError, match=r"set \.data of f32\[4,4\]"):
+        x.data = torch.full((4, 4), float(rank))
+    with pytest.raises(RankDisagreementError):
+        x.data = whole(4, 4)[2 * rank : 2 * rank + 2].clone()
+    with pytest.raises(PlainTensorError, match="from_local"):
+        x.data = torch.ones(2, 4)
+    uneven = on(whole(3, 4), Shard(0))
+    with pytest.raises(PlainTensorError, match="from_local"):
+        uneven.data = torch.ones(1, 4)  # the shape of the other rank's part
+    with sw.plain("refuse"), pytest.raises(PlainTensorError, match="distribute_tensor"):
+        x.data = whole(4, 4)
+    with pytest.raises(PlainTensorError):
+        x.data = torch.eye(4).to_sparse()
+    equal(x, whole(4, 4))
+
+
+def test_data_refuses_what_may_be_one_ranks_part(two_ranks):
+    two_ranks.run(refuses_what_may_be_a_part)
 
 
 def gradients_follow():

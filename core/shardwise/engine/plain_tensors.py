@@ -24,12 +24,13 @@ from shardwise.comm.contents import digest, traced_digest
 from shardwise.comm.groups import all_reduce, backend_of
 from shardwise.comm.rule_agreement import differences, different_summaries
 from shardwise.engine.call_site import users_line
-from shardwise.engine.replaced_parameters import refuse_replaced
+from shardwise.engine.replaced_parameters import leaves_of, refuse_replaced
 from shardwise.engine.several_meshes import mesh_of
 from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsError
 from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
 from shardwise.kernel.local_strides import other_layout
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.recording import recording
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import base_of, in_backward
@@ -353,6 +354,8 @@ def _want_whole_gradient(tensor: torch.Tensor) -> None:
     """Bring the gradient of a plain tensor to it as a plain tensor, whole on every rank."""
     if tensor not in _hooked:
         _hooked[tensor] = tensor.register_hook(_whole)  # type: ignore[no-untyped-call]
+    if recording.recorder is not None and not is_without_data(tensor):
+        recording.recorder.trains(leaves_of(tensor))
 
 
 def _whole(gradient: Any) -> Any:

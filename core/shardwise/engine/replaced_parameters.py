@@ -6,10 +6,11 @@ gets. On one device it would be the module's own, so the numbers would be wrong.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from attrs import frozen
 
 from shardwise.engine.call_site import users_line
 from shardwise.errors import PlainTensorError
@@ -17,22 +18,32 @@ from shardwise.kernel.known_tensors import forget_tensor
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.dispatch import base_of
 
-__all__ = ["new_of", "note_replaced", "refuse_replaced", "some_are_left"]
+__all__ = ["leaves_of", "new_of", "note_replaced", "refuse_replaced", "some_are_left"]
 
-# Weak in the old parameters: most programs drop them at once, and then there is nothing to look at.
-_new_of: Any = WeakIdKeyDictionary()
+
+@frozen
+class _Replaced:
+    old: weakref.ref[torch.Tensor]
+    new: Any
+
+
+# By the id of an old parameter; without it when it dies. Most programs drop them at once, and then there is nothing to
+# look at. A plain dict: compiled code reads it in the hook of an optimizer's step, and guards that it is empty.
+_new_of: dict[int, _Replaced] = {}
 _MOST = 1000  # nodes of autograd's graph that are looked at for one tensor
 
 
 def note_replaced(old: torch.Tensor, new: Any) -> None:
     """Note what a parameter was replaced by."""
-    _new_of[old] = new
+    number = id(old)
+    _new_of[number] = _Replaced(weakref.ref(old, lambda _: _new_of.pop(number, None)), new)
     forget_tensor(old)
 
 
 def new_of(old: torch.Tensor) -> Any:
     """What a parameter was replaced by, or None."""
-    return _new_of.get(old) if _new_of else None
+    found = _new_of.get(id(old)) if _new_of else None
+    return None if found is None or found.old() is not old else found.new
 
 
 def some_are_left() -> bool:
@@ -47,7 +58,7 @@ def refuse_replaced(op: Op, name: str, tensor: torch.Tensor) -> None:
     """
     if not _new_of or not tensor.requires_grad or not torch.is_grad_enabled():
         return
-    old = next((leaf for leaf in _leaves(tensor) if leaf in _new_of), None)
+    old = next((leaf for leaf in leaves_of(tensor) if new_of(leaf) is not None), None)
     if old is None:
         return
     file, line = users_line()
@@ -63,8 +74,8 @@ def refuse_replaced(op: Op, name: str, tensor: torch.Tensor) -> None:
     )
 
 
-def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves that a tensor was made of."""
+def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves that a tensor was made of, as far as the nearest nodes of autograd's graph say."""
     if tensor.grad_fn is None:
         base = base_of(tensor)
         return [tensor] if base is None else [tensor, base]

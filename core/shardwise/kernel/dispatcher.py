@@ -69,6 +69,8 @@ class _State:
         self.under_modes: dict[tuple[type, int], Any] = {}
         self.stores: list[_PlanStore] = []
         self.observers: list[Callable[[Plan], None]] = []
+        # Those of them that wait for one dispatch, whatever its plan.
+        self.waiting: set[Callable[[Plan], None]] = set()
         self.rules_version = 0
 
 
@@ -149,8 +151,8 @@ def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether an observer listens."""
-    return bool(_state.observers)
+    """Whether an observer listens to plans. A trace that was given up may leave some that only wait for a dispatch."""
+    return len(_state.observers) > len(_state.waiting)
 
 
 def listen(callback: Callable[[Plan], None]) -> None:
@@ -184,8 +186,10 @@ def at_next_dispatch(callback: Callable[[], None]) -> None:
 
     def call(_: Plan) -> None:
         _state.observers.remove(call)
+        _state.waiting.discard(call)
         callback()
 
+    _state.waiting.add(call)
     listen(call)
 
 

@@ -32,6 +32,9 @@ class Recorder(Protocol):
     def waits(self, gradient: Any, leaf: Any, placements: Sequence[Placement]) -> None:
         """A gradient that reaches its leaf waits there for the next ones, to have these placements with them."""
 
+    def trains(self, leaves: Sequence[Any]) -> None:
+        """Plain leaves whose gradients come from calls on tensors of the tensor class."""
+
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""
 

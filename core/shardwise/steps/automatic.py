@@ -23,7 +23,7 @@ from shardwise.engine.decided import in_force
 from shardwise.errors import MemoryPlanError, NoPlanError
 from shardwise.kernel.recording import recording as recorded
 from shardwise.kernel.world import world_number
-from shardwise.private_torch.dispatch import in_backward
+from shardwise.private_torch.dispatch import in_backward, leave_out_of_graphs
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.modes import outside_modes
 from shardwise.settings import read_settings
@@ -36,7 +36,6 @@ from shardwise.steps.learning import (
     has_ranks,
     is_settled,
     learn,
-    meshes_of,
     running,
     start,
 )
@@ -109,14 +108,10 @@ class Automatic(Learning):
         self._stop_recording()
         _log.info("too many calls without an optimizer's step: they are not recorded any more")
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super()._step_begins(optimizer)
-
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        mesh = _mesh_of(optimizer)
         if torch.compiler.is_compiling() or _is_captured() or not self.is_of_this_world or self._has_parted:
             return
+        mesh = next(filter(_has_all_ranks, self._meshes_of(optimizer)), None)
         if mesh is None:  # the optimizer of a model that is on no mesh, or not on one of all ranks
             self._go_on_recording()
             return
@@ -132,6 +127,8 @@ class Automatic(Learning):
                 self._record()
             elif self.rounds < MOST_ROUNDS:
                 self._ask_for_unknown_calls(mesh)
+
+    leave_out_of_graphs(_step_ended)
 
     def _ask_for_unknown_calls(self, mesh: DeviceMesh) -> None:
         """Record the next step if a rank has met many calls that the decisions do not know."""
@@ -222,11 +219,6 @@ def is_worth_it(learned: Learned) -> bool:
 def _all_say(mesh: DeviceMesh, text: str) -> bool | None:
     """Whether all ranks of the mesh say the same; ``None`` on each of them where one does not come to say it."""
     return meet(text, sorted(mesh.mesh.flatten().tolist())) if has_ranks(mesh) else True
-
-
-def _mesh_of(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:
-    """The mesh of the optimizer's parameters that has all ranks, if there is one."""
-    return next(filter(_has_all_ranks, meshes_of(optimizer)), None)
 
 
 def _has_all_ranks(mesh: Any) -> bool:

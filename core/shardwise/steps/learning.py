@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise.comm.groups import backend_of
 from shardwise.comm.link_agreement import from_first
@@ -26,6 +27,7 @@ from shardwise.kernel.mesh import own_coordinate
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.tags import Tag
+from shardwise.private_torch.dispatch import leave_out_of_graphs
 from shardwise.private_torch.modes import outside_modes
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
@@ -35,6 +37,7 @@ from shardwise.steps.recording import Recording
 from shardwise.steps.solving import solve_graph
 from shardwise.tensor.learned_layouts import remember_layouts
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.optimizer_step import first_told
 
 __all__ = [
     "MOST_ROUNDS",
@@ -45,7 +48,6 @@ __all__ = [
     "has_ranks",
     "is_settled",
     "learn",
-    "meshes_of",
     "none_by_itself",
     "running",
     "start",
@@ -121,6 +123,9 @@ class Learning:
     _unknown_in_step: int = field(default=0, init=False)
     _known_steps: int = field(default=0, init=False)
     _is_first_step: bool = field(default=True, init=False)
+    _has_placed: bool = field(default=False, init=False)
+    #: Optimizers of plain parameters that are trained beside placed ones, and the mesh of these.
+    _of_plain: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(factory=WeakKeyDictionary, init=False)
 
     def __repr__(self) -> str:
         state = "recording a step" if self.records else "nothing yet" if self.learned is None else str(self.learned)
@@ -128,10 +133,8 @@ class Learning:
 
     def start(self) -> None:
         """Record from now on, until the first optimizer's step has run."""
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ended),
-        ]
+        first_told.append(self._step_begins)
+        self._hooks = [register_optimizer_step_post_hook(self._step_ended)]
         in_force.learner = self.resume
         self._record()
 
@@ -155,6 +158,8 @@ class Learning:
         self._stop_recording()
         if in_force.learner == self.resume:
             in_force.learner = None
+        if self._step_begins in first_told:
+            first_told.remove(self._step_begins)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -191,15 +196,19 @@ class Learning:
         self._stop_recording()
         _log.warning("%d calls without an optimizer's step: the program is not learned", _MOST_CALLS)
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._is_first_step = not optimizer.state
         # What an optimizer does to a parameter moves nothing: parameter, gradient and states have one layout.
         self._running.close()
         self._unknown_in_step = in_force.unknown - self._unknown
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         fresh, self._unknown = self._unknown_in_step, in_force.unknown
-        if self._recording is not None and not any(meshes_of(optimizer)):
+        if self._recording is not None and not any(self._meshes_of(optimizer)):
             self._go_on_recording()
             return
         recording = self._stop_recording()
@@ -208,6 +217,25 @@ class Learning:
         elif self._has_many(fresh):
             self._known_steps, self._wanted = 0, fresh
             self._record()
+
+    leave_out_of_graphs(_step_ended)
+
+    def _meshes_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """The meshes of an optimizer's parameters. Where no optimizer has any, that of the gradients of its plain ones.
+
+        Beside an optimizer of placed parameters, one of plain ones ends no step.
+        """
+        if meshes := list(_meshes_of(optimizer)):
+            self._has_placed = True
+        if self._has_placed:
+            return meshes
+        recording = self._recording
+        if recording is not None and recording.meshes:
+            trained = recording.plain_leaves.keys()
+            if any(id(parameter) in trained for parameter in _parameters(optimizer)):
+                self._of_plain[optimizer] = recording.meshes[0]
+        own = self._of_plain.get(optimizer)
+        return [] if own is None else [own]
 
     def _has_many(self, unknown: int) -> bool:
         """Whether so many unknown calls are a reason to record steps, and decide again."""
@@ -284,10 +312,13 @@ def _layouts_of_results(graph: StepGraph, depth: int) -> dict[Tag, tuple[Placeme
     return {tag: next(iter(of_tag)) for tag, of_tag in layouts.items() if len(of_tag) == 1}
 
 
-def meshes_of(optimizer: torch.optim.Optimizer) -> Iterator[DeviceMesh]:
+def _meshes_of(optimizer: torch.optim.Optimizer) -> Iterator[DeviceMesh]:
     """The mesh of each parameter of an optimizer that is on one."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return (parameter.device_mesh for parameter in parameters if isinstance(parameter, MeshTensor))
+    return (parameter.device_mesh for parameter in _parameters(optimizer) if isinstance(parameter, MeshTensor))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def has_ranks(mesh: Any) -> bool:

@@ -118,6 +118,8 @@ class Recording:
     follows_modules: bool = True
     meshes: list[Mesh] = field(factory=list)
     leaves: list[Any] = field(factory=list)
+    #: By id, plain leaves that this step brings gradients to.
+    plain_leaves: dict[int, Any] = field(factory=dict)
     # What becomes the nodes of the graph: nothing is made of it while the step runs.
     _calls: list[tuple[Any, ...]] = field(factory=list)
     # Of each tensor: its spec, the call that made it, the tensor that it is a view of, and its name.
@@ -281,6 +283,10 @@ class Recording:
         self._sinks.append(Sink(t, at, leaf=self._operand(leaf, leaf._spec)))
         # From here on it is a tensor of its own, whose tag is that of the gradient.
         self._moved[self._new(gradient, None, None)] = t
+
+    def trains(self, leaves: Sequence[Any]) -> None:
+        """Plain leaves whose gradients come from calls on MeshTensors."""
+        self.plain_leaves.update((id(leaf), leaf) for leaf in leaves)
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

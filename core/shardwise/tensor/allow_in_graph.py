@@ -22,6 +22,18 @@ _REASON = (
 )
 
 
+_OF_STEPS = (
+    "the step of an optimizer of MeshTensors runs on their parts, which are taken outside of graphs. Torch itself ends "
+    "a graph in each step. Compile without fullgraph=True."
+)
+
+
+@partial(torch.compiler.disable, reason=_OF_STEPS)
+def before_step(hook: Callable[..., Any], *args: Any) -> Any:
+    """Call the hook of an optimizer's step outside of the graph, so that only the step itself is compiled."""
+    return hook(*args)
+
+
 @partial(torch.compiler.disable, reason=_REASON)
 def in_python(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function outside of the graph; with ``fullgraph=True`` torch raises an error with the reason."""

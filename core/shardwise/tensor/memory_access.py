@@ -17,16 +17,22 @@ from typing import Any, NoReturn, cast
 
 import torch
 
+from shardwise.engine.plain_tensors import accept
 from shardwise.errors import LayoutError, PlainTensorError, TracingError
 from shardwise.kernel.engine import tensor_class
-from shardwise.kernel.local_strides import dense_in_order, lies_as
+from shardwise.kernel.local_strides import dense_in_order, lies_as, other_layout
+from shardwise.kernel.mesh import coordinates
+from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
 from shardwise.private_torch.distributed import is_staging
 from shardwise.private_torch.tracing import SETS_MEMORY, end_graph, is_compiled_now, is_describing, is_traced
+from shardwise.tensor.local_parts import check_device
 from shardwise.tensor.names import name_of
+from shardwise.tensor.shards import scatter_local
 
 __all__ = [
     "copied",
@@ -51,15 +57,13 @@ __all__ = [
 
 
 def _set_data(tensor: Any, value: Any) -> None:
-    """``tensor.data = value``: the tensor has the memory, the layout and the dtype of ``value`` from now on."""
+    """``tensor.data = value``: the tensor has the memory, the layout and the dtype of ``value`` from now on.
+
+    A plain value is a whole tensor, which the ranks compare as they compare plain operands. It is placed as the tensor
+    is, so where the tensor is sharded the memory is not that of ``value``.
+    """
     if isinstance(value, torch.Tensor) and not isinstance(value, tensor_class()):
-        raise PlainTensorError(
-            asked=f"set .data of {tensor._spec}",
-            found=f"the value is a plain {type(value).__name__} of shape {tuple(value.shape)}, which has no layout",
-            do="Write x.data = distribute_tensor(value, x.device_mesh, x.placements) for a whole tensor, "
-            "or x.data = MeshTensor.from_local(value, x.device_mesh, x.placements, shape=x.shape) for a part.",
-            shape=tuple(value.shape),
-        )
+        value = _placed_as(tensor, value)
     local: Any = None
     spec: Any = None
     if isinstance(value, tensor_class()):
@@ -71,6 +75,41 @@ def _set_data(tensor: Any, value: Any) -> None:
     set_data(tensor, value)  # raises as torch does, for example for an integer tensor under a parameter
     tensor._local_tensor, tensor._spec = local, spec
     tensor._follow_layout()
+
+
+def _placed_as(tensor: Any, value: torch.Tensor) -> Any:
+    """A plain tensor placed as a MeshTensor is; replicated where its shape does not allow that.
+
+    Raises :class:`PlainTensorError` for what may be one rank's part: its shape is that of a part, not of the whole.
+    """
+    here: TensorSpec = tensor._spec
+    mesh: Any = here.mesh
+    asked = f"set .data of {here}"
+    is_ordinary = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not other_layout(value)
+    is_whole = is_ordinary and accept(value, mesh, asked)
+    if not is_whole or (
+        value.shape != here.shape and any(value.shape == here.local_shape(at) for at in coordinates(mesh.shape))
+    ):
+        raise PlainTensorError(
+            asked=asked,
+            found=f"the value is a plain {type(value).__name__} of shape {tuple(value.shape)}, which has no layout",
+            do="Write x.data = distribute_tensor(value, x.device_mesh, x.placements) for a whole tensor, "
+            "or x.data = MeshTensor.from_local(value, x.device_mesh, x.placements, shape=x.shape) for a part.",
+            shape=tuple(value.shape),
+        )
+    check_device(value, mesh)
+    placements = tuple(p if _can_place(p, value, here) else REPLICATE for p in here.placements)
+    whole = value.detach()
+    if all(p == REPLICATE for p in placements):
+        return wrap(whole, TensorSpec(mesh, placements, TensorMeta.of(whole)))
+    spec = TensorSpec(mesh, placements, unexpanded(TensorMeta.of(whole)))
+    return wrap(scatter_local(whole, spec), spec)
+
+
+def _can_place(placement: Placement, value: torch.Tensor, here: TensorSpec) -> bool:
+    if isinstance(placement, Partial):
+        return False
+    return value.shape == here.shape or (type(placement) is Shard and placement.dim < value.ndim)
 
 
 _SET = ("set the memory of {}", "Assign x.data = y, where y is a MeshTensor, or x.copy_(y).")

@@ -100,13 +100,13 @@ class MeshTensor(torch.Tensor):
         gradients to it, and the policies on communication.
         """
         if is_compiled_now():
-            recording.has_compiled = True
             open_sizes.leave_to_whole(self._local_tensor)
         return ["_local_tensor"], (self._spec.layout, leaf_grads.HAS_GRAD_HOOK in self.__dict__, policies.then)
 
     @classmethod
     def __metadata_guard__(cls, saved: _Known, now: _Known) -> bool:
-        """Whether compiled code fits a tensor of its input."""
+        """Whether compiled code fits a tensor of its input. Torch asks as soon as there is such code."""
+        recording.has_compiled = True
         return saved == now and saved[2].stack == now[2].stack
 
     @staticmethod

@@ -10,7 +10,7 @@ the same numbers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -23,8 +23,10 @@ from shardwise.comm.rank_failures import at_step
 from shardwise.discovery.process import default_registry
 from shardwise.kernel.dispatcher import is_observed
 from shardwise.kernel.kept_moves import kept_moves
+from shardwise.kernel.recording import recording
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import note_write, watched
+from shardwise.private_torch.dispatch import leave_out_of_graphs
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.late_grads import late, place_late
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -32,10 +34,14 @@ from shardwise.tensor.open_sizes import on_its_own
 from shardwise.tensor.replaced import take_new_parameters
 from shardwise.tensor.replica_check import check_after_step, replica_steps
 
-__all__ = ["install"]
+__all__ = ["first_told", "install"]
 
 # The attribute in which an optimizer keeps its twin. Torch leaves it out of pickles and copies.
 _TWIN = "_shardwise_twin"
+
+
+first_told: list[Callable[[Optimizer], None]] = []
+"""Who is told that a step of any optimizer begins, before it is looked at. Compiled code reads this."""
 
 
 def install() -> None:
@@ -46,11 +52,17 @@ def install() -> None:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """A torch hook: the arguments of the step, with the twin in place of the optimizer if the step may be local."""
+    for tell in first_told:
+        tell(optimizer)
     take_new_parameters(optimizer, _placed_state)
     if late:
         place_late(_parameters(optimizer))
     if not isinstance(next(_parameters(optimizer), None), MeshTensor):
         return None
+    if torch.compiler.is_compiling():
+        from shardwise.tensor.allow_in_graph import before_step  # imports dynamo
+
+        return before_step(_before, optimizer, args, kwargs)
     at_step()
     # The step is over: what is kept would make each write of the optimizer slower.
     kept_moves.clear()
@@ -59,15 +71,25 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         and all(value is None for value in kwargs.values())
         and type(optimizer) in default_registry().optimizers
         and not is_observed()
-        and not torch.compiler.is_compiling()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
         and not _has_mesh_tensor(chain(optimizer.__dict__.values(), *(g.values() for g in optimizer.param_groups)))
     ):
-        return None
+        return _by_ops(optimizer)
     twin = optimizer.__dict__.get(_TWIN)
     if twin is None or not twin.still_fits(optimizer):
         twin = optimizer.__dict__[_TWIN] = _Twin(optimizer)
-    return ((twin.prepared(optimizer),), kwargs) if twin.take_gradients() else None
+    return ((twin.prepared(optimizer),), kwargs) if twin.take_gradients() else _by_ops(optimizer)
+
+
+# With it each hook of a compiled step runs by itself, where the graph ends; and then dynamo would compile its calls.
+leave_out_of_graphs(_before)
+
+
+def _by_ops(optimizer: Optimizer) -> None:
+    """Leave a step as it is. Compiled code guards the classes of gradients, and has to find none that is under way."""
+    if recording.has_compiled:
+        for parameter in _parameters(optimizer):
+            _local(parameter.grad)
 
 
 def _placed_state(value: Any, parameter: MeshTensor) -> Any:
@@ -79,10 +101,15 @@ def _placed_state(value: Any, parameter: MeshTensor) -> Any:
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
     """A torch hook: copy the results of the twin's step to the optimizer."""
+    if torch.compiler.is_compiling():
+        return
     if args and args[0] is not optimizer and _TWIN in optimizer.__dict__:
         optimizer.__dict__[_TWIN].hand_back(optimizer)
     if replica_steps() and isinstance(next(_parameters(optimizer), None), MeshTensor):
         check_after_step(optimizer)
+
+
+leave_out_of_graphs(_after)
 
 
 def _has_mesh_tensor(values: Iterable[Any]) -> bool:
