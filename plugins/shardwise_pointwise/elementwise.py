@@ -28,11 +28,12 @@ def elementwise(
     lowering: tuple[PartialRows, Lowering] | None = None,
     lowered_when: Condition | None = None,
     resolves: bool = False,
+    meta: Callable[..., Any] | None = None,
 ) -> Rule:
     """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
     ops = [op for name in names.split() for op in overloads(name)]
     options: dict[str, Any] = {"when": when, "lowering": lowering, "lowered_when": lowered_when, "resolves": resolves}
-    return elementwise_of(ops, *facts, partial=partial, **options)
+    return elementwise_of(ops, *facts, partial=partial, meta=meta, **options)
 
 
 def elementwise_of(
@@ -43,13 +44,14 @@ def elementwise_of(
     lowering: tuple[PartialRows, Lowering] | None = None,
     lowered_when: Condition | None = None,
     resolves: bool = False,
+    meta: Callable[..., Any] | None = None,
 ) -> Rule:
     """One rule for ops that act on each element alone.
 
     ``facts`` and ``partial`` rows hold for all finite values, in calls for which ``when`` holds. Rows that are wrong
     for the dtypes of a call are left out. ``lowering`` is a function and the rows that it runs, in calls for which
     ``lowered_when`` holds; in other calls these rows run the op. With ``resolves`` instead, the in-place ops take every
-    partial tensor (see ``resolving``).
+    partial tensor (see ``resolving``). ``meta`` runs on the meta device in place of the op.
 
     It is long because the rows of one table entry differ by the number of tensors, in place or not, and by dtype.
     """
@@ -77,7 +79,7 @@ def elementwise_of(
 
     texts = dict.fromkeys(str(row) for rows in (facts, *plain.values(), *own.values()) for row in rows)
     describe.__doc__ = "..., ... -> ..." + (f" | {'; '.join(texts)}" if texts else "")
-    return rule_from(ops, lowering=resolve if resolves else function)(describe)
+    return rule_from(ops, lowering=resolve if resolves else function, meta=meta)(describe)
 
 
 # -- which ops ---------------------------------------------------------------------------------------------------
