@@ -5,7 +5,7 @@ The positions of a pool with fixed windows may be sharded too, by halo exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from shardwise.rule import (
     Row,
     Rows,
     Rule,
+    TensorMeta,
+    in_memory_format,
     labels,
     linear,
     moves,
@@ -31,6 +33,8 @@ from shardwise_conv.spatial_pool import average, average_backward, largest, larg
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
+
+Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
 PICKING = moves("self")
 UNARY = linear("self|grad_output")  # a rule may be for an interpolation and its backward
@@ -57,7 +61,14 @@ def _sizes(local: LocalCall) -> Mapping[str, Any]:
     return {"input_size": local.local_shape(result)}
 
 
-def planes(names: str, positions: int, facts: Facts | None = None, by_position: Lowering | None = None) -> Rule:
+def planes(
+    names: str,
+    positions: int,
+    facts: Facts | None = None,
+    by_position: Lowering | None = None,
+    *,
+    results: Results | None = None,
+) -> Rule:
     """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through.
 
     With the lowering ``by_position``, the last dims may be sharded too, in every operand and result. These rows are
@@ -85,10 +96,10 @@ def planes(names: str, positions: int, facts: Facts | None = None, by_position: 
 
     how = "positions by halo exchange" if by_position else "positions are whole"
     describe.__doc__ = f"Batch and channels; {how}" + (f"; {facts}." if facts else ".")
-    return rule_from(_overloads(names), local_args=_sizes, lowering=by_position)(describe)
+    return rule_from(_overloads(names), local_args=_sizes, lowering=by_position, results=results)(describe)
 
 
-def _each(names: str, facts: Facts | None = None) -> list[Rule]:
+def _each(names: str, facts: Facts | None = None, *, results: Results | None = None) -> list[Rule]:
     """Rules for ops in one, two and three dims; ``#`` in a name stands for their number."""
     rules = []
     for dims in (1, 2, 3):
@@ -96,7 +107,7 @@ def _each(names: str, facts: Facts | None = None) -> list[Rule]:
             name for text in names.split() if hasattr(aten, name := text.replace("#", str(dims))) or "#" not in text
         )
         if existing:
-            rules.append(planes(existing, dims, facts))
+            rules.append(planes(existing, dims, facts, results=results))
     return rules
 
 
@@ -130,7 +141,7 @@ SMOOTH = [
     *([planes(LANCZOS, 2, UNARY)] if hasattr(aten, "_upsample_lanczos2d_aa") else []),
     planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
 ]
-PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING)
+PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING, results=in_memory_format)
 PADDING_BACKWARDS = _each("reflection_pad#d_backward replication_pad#d_backward", BY_GRADIENT)
 
 RULES = (
