@@ -5,7 +5,7 @@ The positions of a pool with fixed windows may be sharded too, by halo exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from shardwise.rule import (
     Row,
     Rows,
     Rule,
+    TensorMeta,
+    in_memory_format,
     labels,
     linear,
     moves,
@@ -31,6 +33,8 @@ from shardwise_conv.spatial_pool import average, average_backward, largest, larg
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
+
+Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
 PICKING = moves("self")
 UNARY = linear("self|grad_output")  # a rule may be for an interpolation and its backward
@@ -64,6 +68,7 @@ def planes(
     by_position: Lowering | None = None,
     *,
     filled: bool = False,
+    results: Results | None = None,
 ) -> Rule:
     """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through.
 
@@ -94,10 +99,10 @@ def planes(
 
     how = "positions by halo exchange" if by_position else "positions are whole"
     describe.__doc__ = f"Batch and channels; {how}" + (f"; {facts}." if facts else ".")
-    return rule_from(_overloads(names), local_args=_sizes, lowering=by_position)(describe)
+    return rule_from(_overloads(names), local_args=_sizes, lowering=by_position, results=results)(describe)
 
 
-def _each(names: str, facts: Facts | None = None) -> list[Rule]:
+def _each(names: str, facts: Facts | None = None, *, results: Results | None = None) -> list[Rule]:
     """Rules for ops in one, two and three dims; ``#`` in a name stands for their number."""
     rules = []
     for dims in (1, 2, 3):
@@ -105,7 +110,7 @@ def _each(names: str, facts: Facts | None = None) -> list[Rule]:
             name for text in names.split() if hasattr(aten, name := text.replace("#", str(dims))) or "#" not in text
         )
         if existing:
-            rules.append(planes(existing, dims, facts))
+            rules.append(planes(existing, dims, facts, results=results))
     return rules
 
 
@@ -144,7 +149,7 @@ SMOOTH = [
     *([planes(LANCZOS, 2, UNARY, filled=True)] if hasattr(aten, "_upsample_lanczos2d_aa") else []),
     planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
 ]
-PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING)
+PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING, results=in_memory_format)
 PADDING_BACKWARDS = _each("reflection_pad#d_backward replication_pad#d_backward", BY_GRADIENT)
 
 RULES = (

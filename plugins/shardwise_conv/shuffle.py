@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, like, rule_from
+from shardwise.rule import Call, Flow, in_memory_format, like, rule_from
 
 __all__ = ["RULES"]
 
@@ -30,7 +30,7 @@ def _batch(labels: Sequence[Any]) -> list[str]:
     return list(labels[:-3])
 
 
-@rule_from([aten.pixel_shuffle.default, aten.pixel_shuffle.out])
+@rule_from([aten.pixel_shuffle.default, aten.pixel_shuffle.out], results=in_memory_format)
 def pixel_shuffle(call: Call) -> Flow:
     """Batch; channels and positions where the shards are of whole blocks."""
     result = call.outputs[0]
@@ -47,7 +47,7 @@ def pixel_unshuffle(call: Call) -> Flow:
     return Flow([fine], [coarse], moves="self", nonempty=_batch(fine))
 
 
-@rule_from([aten.channel_shuffle.default, aten.channel_shuffle.out])
+@rule_from([aten.channel_shuffle.default, aten.channel_shuffle.out], results=in_memory_format)
 def channel_shuffle(call: Call) -> Flow:
     """Batch and positions; channels are reordered, so they are whole."""
     return like(call.args["self"], whole=[1], moves="self")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, labels, rule_from
+from shardwise.rule import Call, Flow, in_memory_format, labels, rule_from
 
 __all__ = ["RULES"]
 
@@ -24,7 +24,7 @@ def _flow(call: Call, positions: int, linear: str | tuple[()] = ()) -> Flow:
     return Flow(inputs, [names], linear=linear, nonempty=named)
 
 
-@rule_from([aten.max_unpool2d.default, aten.max_unpool2d.out])
+@rule_from([aten.max_unpool2d.default, aten.max_unpool2d.out], results=in_memory_format)
 def unpool_2d(call: Call) -> Flow:
     """Batch and channels; indices count within a plane. Linear in the values."""
     return _flow(call, 2, "self")

@@ -31,19 +31,21 @@ def on_batches(
     *,
     partial: Sequence[Facts] = (),
     lowering: Callable[..., Any] | None = None,
+    lowered: Sequence[str] = ("*",),
     unless: str = "",
     results: Any = None,
     meta: Callable[..., Any] | None = None,
 ) -> Rule:
     """One rule for ops of a notation; see the module.
 
-    With the flag ``unless`` set, all operands are whole. ``lowering`` runs all rows but the whole one.
+    With the flag ``unless`` set, all operands are whole. ``lowering`` runs the rows ``lowered``: all but the whole one,
+    if nothing is said.
     """
 
     def describe(call: Call) -> Flow:
         if unless and call.args[unless]:
             return whole(call)
-        return matrices(call, notation, partial=partial, lowered=() if lowering is None else "*")
+        return matrices(call, notation, partial=partial, lowered=() if lowering is None else lowered)
 
     describe.__doc__ = f"Batch dims pass; behind them {notation}." + "".join(f" It is {facts}." for facts in partial)
     return rule_from(ops(of), lowering=lowering, results=results, meta=meta)(describe)

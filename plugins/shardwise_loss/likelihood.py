@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, neutral, rule_from
+from shardwise.rule import Call, Flow, LocalCall, neutral, row_major, rule_from
 from shardwise_loss.classes import own_classes
 from shardwise_loss.reduction import MEAN, NONE
 
@@ -84,6 +84,7 @@ def _packet(local: LocalCall) -> str:
         aten.nll_loss2d_forward.output,
     ],
     lowering=_shared,
+    results=row_major,
 )
 def forward(call: Call) -> Flow:
     """Batch, positions and classes; a sum is partial, a mean and the total weight are whole after an exchange."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.rule import REPLICATE, Call, Flow, Row, Rows, TensorMeta, rule_from, shard
+from shardwise.rule import REPLICATE, Call, Flow, Row, Rows, TensorMeta, in_memory_format, rule_from, shard
 from shardwise_norm.statistics import (
     GRADIENTS,
     RUNNING,
@@ -42,9 +42,9 @@ def _pooled(call: Call) -> list[str]:
 
 def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
     """On the CPU nothing is saved without training, and what is saved is in the parameters' dtype. New running
-    statistics have that of the old ones.
+    statistics have that of the old ones. The result is row-major or channels last.
     """
-    result, *saved = call.outputs
+    result, *saved = in_memory_format(call, device_type)
     if device_type != "cpu":
         return [result, *saved]
     parameters = (call.args.get(name) for name in PARAMETERS)
@@ -58,7 +58,7 @@ def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
 
 def _gradients(call: Call, device_type: str) -> list[TensorMeta | None]:
     """On the CPU, the mask also applies to the gradient of the input."""
-    by_input, *others = call.outputs
+    by_input, *others = in_memory_format(call, device_type, call.args["input"])
     has_first = device_type != "cpu" or call.args["output_mask"][0]
     return [by_input if has_first else None, *others]
 

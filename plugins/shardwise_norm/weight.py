@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Call, Flow, rule_from
+from shardwise.rule import Call, Flow, row_major, rule_from
 
 __all__ = ["RULES"]
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 # Not their out=, which torch cannot plan.
-@rule_from([aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default])
+@rule_from([aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default], results=row_major)
 def weight_norm(call: Call) -> Flow:
     """The dim whose slices are normalised; weights, lengths and norms follow it."""
     first = call.operands[0]

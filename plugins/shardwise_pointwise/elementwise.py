@@ -8,7 +8,21 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Facts, Flow, Lowering, Op, Partial, Row, Rows, Rule, einop, is_of_tensors, rule_from
+from shardwise.rule import (
+    Call,
+    Facts,
+    Flow,
+    Lowering,
+    Op,
+    Partial,
+    Row,
+    Rows,
+    Rule,
+    TensorMeta,
+    einop,
+    is_of_tensors,
+    rule_from,
+)
 from shardwise_pointwise.resolving import RESOLVED, resolve
 
 __all__ = ["PartialRows", "elementwise", "elementwise_of", "overloads"]
@@ -18,6 +32,7 @@ aten = torch.ops.aten
 # Rows with a partial operand that no fact states, by the number of tensors in the call.
 PartialRows = Mapping[int, Sequence[str | Facts]]
 Condition = Callable[[Call], bool]
+Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
 
 def elementwise(
@@ -28,11 +43,13 @@ def elementwise(
     lowering: tuple[PartialRows, Lowering] | None = None,
     lowered_when: Condition | None = None,
     resolves: bool = False,
+    meta: Callable[..., Any] | None = None,
+    results: Results | None = None,
 ) -> Rule:
     """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
     ops = [op for name in names.split() for op in overloads(name)]
     options: dict[str, Any] = {"when": when, "lowering": lowering, "lowered_when": lowered_when, "resolves": resolves}
-    return elementwise_of(ops, *facts, partial=partial, **options)
+    return elementwise_of(ops, *facts, partial=partial, meta=meta, results=results, **options)
 
 
 def elementwise_of(
@@ -43,13 +60,16 @@ def elementwise_of(
     lowering: tuple[PartialRows, Lowering] | None = None,
     lowered_when: Condition | None = None,
     resolves: bool = False,
+    meta: Callable[..., Any] | None = None,
+    results: Results | None = None,
 ) -> Rule:
     """One rule for ops that act on each element alone.
 
     ``facts`` and ``partial`` rows hold for all finite values, in calls for which ``when`` holds. Rows that are wrong
     for the dtypes of a call are left out. ``lowering`` is a function and the rows that it runs, in calls for which
     ``lowered_when`` holds; in other calls these rows run the op. With ``resolves`` instead, the in-place ops take every
-    partial tensor (see ``resolving``).
+    partial tensor (see ``resolving``). ``meta`` runs on the meta device in place of the op, and
+    ``results`` says what a device's kernel returns.
 
     It is long because the rows of one table entry differ by the number of tensors, in place or not, and by dtype.
     """
@@ -77,7 +97,7 @@ def elementwise_of(
 
     texts = dict.fromkeys(str(row) for rows in (facts, *plain.values(), *own.values()) for row in rows)
     describe.__doc__ = "..., ... -> ..." + (f" | {'; '.join(texts)}" if texts else "")
-    return rule_from(ops, lowering=resolve if resolves else function)(describe)
+    return rule_from(ops, lowering=resolve if resolves else function, meta=meta, results=results)(describe)
 
 
 # -- which ops ---------------------------------------------------------------------------------------------------

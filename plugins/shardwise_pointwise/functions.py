@@ -5,9 +5,11 @@ A logarithm passes no partial tensor: the smaller value of another rank may be n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from shardwise.rule import linear, monotone
+from shardwise.rule import Call, TensorMeta, linear, monotone, row_major
 from shardwise_pointwise.elementwise import elementwise, elementwise_of
 
 __all__ = ["RULES"]
@@ -17,11 +19,19 @@ aten = torch.ops.aten
 # -- no partial tensor passes ------------------------------------------------------------------------------------
 
 LOGARITHMS = "log log2 log10 log1p logaddexp logaddexp2 logit xlogy logit_backward"
-ANGLES = "sin cos tan asin acos cosh acosh atanh atan2 angle sinc polar complex"
+ANGLES = "sin cos tan asin acos cosh acosh atanh atan2 sinc polar complex"
 STEPS = "abs sgn sign signbit frac frexp fmod remainder floor_divide heaviside copysign nextafter nan_to_num"
 EXTREMES = "fmax fmin"  # they leave NaN out, which a partial maximum returns
 
+
+def _angles(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """Angles of complex numbers are row-major."""
+    x = call.args["self"]
+    return row_major(call, device_type) if x.dtype.is_complex else call.outputs
+
+
 RULES = (
+    elementwise("angle", results=_angles),
     elementwise(f"{LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),
     elementwise("exp expm1 sinh asinh tanh atan erf sigmoid", monotone("self")),
     elementwise("ceil floor trunc round", monotone("self")),

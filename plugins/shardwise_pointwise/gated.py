@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, TensorMeta, einop, labels, like, rule, rule_from
+from shardwise.rule import Call, Flow, TensorMeta, einop, labels, like, row_major, rule_from
 
 __all__ = ["RULES"]
 
@@ -46,11 +46,16 @@ def GLU_BACKWARD_JVP(x: TensorMeta, dim: int) -> Flow:
     return like(x, whole={dim})
 
 
-IS_IN = rule(
-    [aten.isin.Tensor_Tensor, aten.isin.Tensor_Tensor_out],
-    {"elements": "...", "test_elements": "R"},
-)
-IS_IN_ONE = rule([aten.isin.Tensor_Scalar, aten.isin.Tensor_Scalar_out], "... -> ...")
+@rule_from([aten.isin.Tensor_Tensor, aten.isin.Tensor_Tensor_out], results=row_major)
+def IS_IN(elements: TensorMeta, test_elements: TensorMeta) -> Flow:  # whole
+    """Any dim of the elements; what they are compared with is whole."""
+    return Flow([labels(elements.ndim), None], [labels(elements.ndim)])
+
+
+@rule_from([aten.isin.Tensor_Scalar, aten.isin.Tensor_Scalar_out], results=row_major)
+def IS_IN_ONE(elements: TensorMeta) -> Flow:
+    """Any dim."""
+    return like(elements)
 
 
 def _kept(call: Call, device_type: str) -> list[TensorMeta | None]:

@@ -56,18 +56,25 @@ AMAX = _extreme(ops("amax.default amax.out max.default max.unary_out"), "max")
 AMIN = _extreme(ops("amin.default amin.out min.default min.unary_out"), "min")
 
 
-def _truth(of: tuple[Op, ...], kind: str) -> Rule:
+def _truth(name: str, of: tuple[Op, ...], kind: str) -> Rule:
+    def on_meta(x: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        # For bytes torch's kernels write bools into an out= of bools, and its meta device refuses that.
+        if out is None:
+            return getattr(torch.ops.aten, name)(x, *args, **kwargs)  # type: ignore[no-any-return]
+        x = x.to(out.dtype) if x.dtype == torch.uint8 and out.dtype == torch.bool else x
+        return getattr(torch.ops.aten, name)(x, *args, out=out, **kwargs)  # type: ignore[no-any-return]
+
     def describe(call: Call) -> Flow:
         # any() of a maximum is the maximum of any() only if all values are bools.
         is_bool = call.args["self"].dtype == torch.bool
         return reduction(call, kind, partial=[f"{kind} -> {kind}"] if is_bool else [])
 
     describe.__doc__ = f"Any dim; a reduced one gives a partial {kind} of bools."
-    return rule_from(of)(describe)
+    return rule_from(of, meta=on_meta)(describe)
 
 
-ANY = _truth(ops("any.default any.dim any.dims any.out any.dims_out any.all_out"), "max")
-ALL = _truth(ops("all.default all.dim all.dims all.out all.dims_out all.all_out"), "min")
+ANY = _truth("any", ops("any.default any.dim any.dims any.out any.dims_out any.all_out"), "max")
+ALL = _truth("all", ops("all.default all.dim all.dims all.out all.dims_out all.all_out"), "min")
 
 
 # -- both at once ------------------------------------------------------------------------------------------------

@@ -67,13 +67,16 @@ def _gather(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
 def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
     """Raise on every rank if, on any rank, the tensor is a view of a part of its memory."""
     spec = local.spec("self")
+    alone = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize and not spec.is_copy
     if is_traced(x):
+        # A view of a part is one on at least one rank, and that rank ends the others.
+        if alone:
+            return
         raise TracingError(
             asked=f"run {local.call} with storage_offset={local.arg('storage_offset')}",
-            found="a graph is traced, and whether the tensor is a view of a part of its memory is asked of all ranks",
-            do="Leave the offset out, or do it outside of compiled code.",
+            found="a graph is traced, and the tensor is a view: an offset from the start of its memory leads out of it",
+            do="Leave the offset out, clone() the view first, or do it outside of compiled code.",
         )
-    alone = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize and not spec.is_copy
     flag = torch.tensor(int(alone), dtype=torch.int32, device=x.device)
     if not int(local.comm.all_reduce(flag, "min", range(len(spec.placements)))):
         raise NoStrategyError(
@@ -83,8 +86,8 @@ def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
         )
 
 
-def _memory(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
-    """The elements in one dim, in the order of one device; a view of ``x`` if ``x`` is whole and has that order."""
+def _in_order(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, with the memory of one device; ``x`` itself if it is whole and has that."""
     meta = local.spec("self").tensor_meta
     whole = _gather(local, x)
     if any(n != 1 and step != own for n, step, own in zip(meta.shape, meta.stride, whole.stride(), strict=True)):
@@ -96,7 +99,12 @@ def _memory(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
                 do="clone() it with memory_format=torch.contiguous_format first.",
             )
         whole = torch.empty_strided(meta.shape, meta.stride, dtype=x.dtype, device=x.device).copy_(whole)
-    return whole.as_strided((meta.numel,), (1,))
+    return whole
+
+
+def _memory(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
+    """The elements in one dim, in the order of one device; a view of ``x`` if ``x`` is whole and has that order."""
+    return _in_order(local, x).as_strided((local.spec("self").tensor_meta.numel,), (1,))
 
 
 def strided(
@@ -105,8 +113,9 @@ def strided(
     """The whole memory in another geometry."""
     if offset is not None:
         _check_alone(local, x)
-    line = _memory(local, x)
-    return line.as_strided(size, stride, line.storage_offset() + (offset or 0))
+    # A graph can write to a view of one as_strided, and not of two.
+    whole = _in_order(local, x)
+    return whole.as_strided(size, stride, whole.storage_offset() + (offset or 0))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------

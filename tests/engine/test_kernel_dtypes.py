@@ -26,6 +26,9 @@ REFUSED = [
     ("topk", INTEGERS.to(torch.complex64), {"k": 2, "dim": 1}),
     ("cosine_similarity", INTEGERS, {"dim": 1}),
     ("median", INTEGERS > 3, {"dim": 1}),
+    ("cumsum", INTEGERS.float(), {"dim": 1, "dtype": torch.bool}),
+    ("cumsum", INTEGERS > 3, {"dim": 1, "dtype": torch.bool}),
+    ("cumprod", INTEGERS, {"dim": 1, "dtype": torch.bool}),
 ]
 TAKEN = [
     ("sum", INTEGERS, {"dim": 1}),
@@ -169,3 +172,44 @@ def test_no_kernel_of_a_card_gets_made_up_places(monkeypatch):
     assert torch.ops.aten.cumsum.default in ops
     places = ("index", "indices", "mask", "target")
     assert not [op for op in ops for arg in op._schema.arguments if any(place in arg.name for place in places)]
+
+
+OPERATORS = {
+    "shifted": lambda x, _: (x > 3) << 1,
+    "shifted back": lambda x, _: (x > 3) >> 1,
+    "by bools": lambda x, _: x << (x > 3),
+    "by one bool": lambda x, _: x << (x > 3).any(),
+    "any of bytes": lambda x, place: torch.any(x.to(torch.uint8), 1, out=place(torch.zeros(4, dtype=torch.bool))),
+    "all of bytes": lambda x, place: torch.all(x.to(torch.uint8), out=place(torch.tensor(False))),
+}
+
+
+def operators_compute_as_torch_does(name, layout):
+    def place(tensor):
+        return sw.distribute_tensor(tensor, mesh((4,)))
+
+    expected = OPERATORS[name](INTEGERS, torch.clone)
+    result = OPERATORS[name](sw.distribute_tensor(INTEGERS, mesh((4,)), layout), place).full_tensor()
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_the_meta_device_refuses_and_a_kernel_takes_is_computed(pool, name, layout):
+    pool.run(operators_compute_as_torch_does, name, layout)
+
+
+def by_an_imaginary_number(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        expected = INTEGERS * 1j
+        result = sw.distribute_tensor(INTEGERS, mesh((4,)), [Shard(0)]) * 1j
+        torch.testing.assert_close(result.full_tensor(), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_complex_number_has_a_dtype_whatever_the_default_is(pool, dtype):
+    pool.run(by_an_imaginary_number, dtype)

@@ -5,6 +5,7 @@ import torch
 from described import empty, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import shardwise as sw
 from shardwise import Shard
@@ -155,6 +156,40 @@ def differentiate(placements):
 
 def test_gradients_of_a_batch_stay_where_it_is(pool):
     assert pool.run(differentiate, [Shard(0)])[0] == [(Shard(0),), (Shard(0),)]
+
+
+# Of matrices that lie in memory with gaps, or one behind the other by the element.
+IN_MEMORY = {
+    "rows with gaps": ((6, 2, 6), 0, lambda x: x[:, 0]),
+    "batch between rows": ((3, 4, 3), 1, lambda x: x.transpose(0, 1)),
+    "columns": ((6, 6), 0, lambda x: x.t()),
+    "one matrix on a rank": ((4, 3, 3), 0, lambda x: x),
+}
+FROM_FACTORS = {"slogdet": lambda x: torch.linalg.slogdet(x)[1], "det": torch.linalg.det}
+
+
+def derivatives_from_factors(name):
+    """Gradients and tangents of determinants, which torch computes from the factors of the matrix or of its transpose,
+    by whether the matrix is contiguous.
+    """
+    shape, dim, pick = IN_MEMORY[name]
+    values, direction = whole(*shape), whole(*shape, seed=1)
+    for of in FROM_FACTORS.values():
+        answers = []
+        for place in (torch.clone, lambda x: sw.distribute_tensor(x, mesh((4,)), [Shard(dim)])):
+            x = pick(place(values)).detach().requires_grad_()
+            of(x).sum().backward()
+            with forward_ad.dual_level():
+                tangent = forward_ad.unpack_dual(of(forward_ad.make_dual(x.detach(), pick(place(direction))))).tangent
+            answers.append((x.grad, tangent))
+        (grad, tangent), (ours, our_tangent) = answers
+        torch.testing.assert_close(ours.full_tensor(), grad)
+        torch.testing.assert_close(our_tangent.full_tensor(), tangent)
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_derivatives_of_determinants_know_how_the_matrix_lies(pool, name):
+    pool.run(derivatives_from_factors, name)
 
 
 def distances_of_many_rows():

@@ -838,3 +838,26 @@ def by_a_number_of_data():
 
 def test_a_graph_goes_on_with_a_number_of_a_tensor(ranks):
     ranks.run(by_a_number_of_data)
+
+
+def differentiated_inside():
+    """A compiled function that asks for a gradient: torch ends the graph there, and dynamo sees the hooks of leaves."""
+    torch._dynamo.reset()
+
+    def f(x, w):
+        y = (x @ w).tanh().sum()
+        return torch.autograd.grad(y, w)[0] * 2, y
+
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    expected = f(x, w.clone().requires_grad_())
+    placed = [sw.distribute_tensor(x, mesh((2,)), [Shard(0)]), sw.distribute_tensor(w, mesh((2,)), [Replicate()])]
+    placed[1].requires_grad_()
+    with sw.learn():  # which looks at gradients as they come
+        results = torch.compile(f, backend="aot_eager")(*placed)
+    for found, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(found.detach().full_tensor(), value.detach())
+
+
+def test_a_compiled_function_may_ask_for_a_gradient(two_ranks):
+    two_ranks.run(differentiated_inside)

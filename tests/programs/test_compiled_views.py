@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -144,3 +145,28 @@ def leaves_the_graph():
 
 def test_a_copy_of_a_view_that_leaves_a_graph_is_not_written(two_ranks):
     two_ranks.run(leaves_the_graph)
+
+
+def pooled_to_a_point():
+    """Torch's average over all positions of a channels-last tensor is turned by as_strided, and so is its gradient."""
+    grid = mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    values = torch.randn(8, 4, 6, 6, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    answers = []
+    for is_placed in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+        x = values
+        if is_placed:
+            sw.distribute_module(model, grid, {"0.weight": {"tp": Shard(1)}, "0.bias": {"tp": Shard(0)}})
+            x = sw.distribute_tensor(values, grid, [Shard(0), Replicate()])
+            model = torch.compile(model, backend="aot_eager", fullgraph=True)
+        result = model(x)
+        result.square().sum().backward()
+        answers.append([result.detach(), *(p.grad for p in model.parameters())])
+    for expected, found in zip(*answers, strict=True):
+        torch.testing.assert_close(found.full_tensor(), expected, atol=1e-12, rtol=1e-9)
+
+
+def test_a_pool_of_channels_last_compiles(pool):
+    pool.run(pooled_to_a_point)

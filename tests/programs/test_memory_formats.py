@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
@@ -268,3 +269,53 @@ def viewed(view):
 def test_a_view_with_one_element_on_each_rank(pool, view):
     """One image of channels_last on each rank: torch's view gives its dim another stride, and no memory format."""
     pool.run(viewed, view)
+
+
+def to_channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+# What torch's kernels return row-major, or channels last, whatever the strides of their operands are.
+PACKED = {
+    "batch norm in training": lambda x, _: functional.batch_norm(x.mT, None, None, training=True).view(8, -1),
+    "batch norm": lambda x, place: functional.batch_norm(x.mT, place(ZEROS), place(ONES)).view(8, -1),
+    "loss of each position": lambda x, _: functional.cross_entropy(
+        x, (x[:, 0] > 0).long().mT.contiguous().mT, reduction="none"
+    ).view(-1),
+    "angles": lambda x, _: torch.complex(x, x).mT.angle().view(-1),
+    "membership": lambda x, place: torch.isin(x.mT, place(ZEROS)).view(-1),
+    "membership of a number": lambda x, _: torch.isin(x.mT, 0.0).view(-1),
+    "weight norm": lambda x, place: torch._weight_norm(x[0].transpose(0, 2), place(ONES)[:2].view(2, 1, 1), 0).view(-1),
+    "padding": lambda x, _: (
+        functional.pad(to_channels_last(x), (1, 1, 1, 1), mode="reflect").permute(0, 2, 3, 1).view(-1)
+    ),
+    "pixels": lambda x, _: functional.pixel_shuffle(to_channels_last(x), 2).permute(0, 2, 3, 1).view(-1),
+    "channels": lambda x, _: functional.channel_shuffle(to_channels_last(x), 2).permute(0, 2, 3, 1).view(-1),
+    "unpooled": lambda x, _: (
+        functional.max_unpool2d(*functional.max_pool2d(to_channels_last(x), 2, return_indices=True), 2)
+        .permute(0, 2, 3, 1)
+        .view(-1)
+    ),
+}
+ZEROS, ONES = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+
+
+def viewed_as_on_one_device(name, mesh_shape, layout):
+    device_mesh = mesh(mesh_shape)
+    torch.manual_seed(0)
+    values = torch.randn(8, 4, 6, 2, dtype=torch.float64)
+
+    def place(tensor):
+        return sw.distribute_tensor(tensor, device_mesh)
+
+    with torch.no_grad():
+        expected = PACKED[name](values, torch.clone)
+        found = PACKED[name](sw.distribute_tensor(values, device_mesh, layout), place)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize(("mesh_shape", "layout"), [((4,), [Shard(0)]), ((2, 2), [Shard(0), Shard(1)])])
+@pytest.mark.parametrize("name", PACKED)
+def test_results_that_torch_packs_can_be_viewed(pool, name, mesh_shape, layout):
+    pool.run(viewed_as_on_one_device, name, mesh_shape, layout)

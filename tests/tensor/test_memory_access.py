@@ -547,5 +547,25 @@ def strides_and_sharing():
         assert not base.any()
 
 
+def copies_of_moved_views():
+    """A row of a tensor that is cut into rows had to move, and so had the third of its elements."""
+    for names in ("xvw", "wvx", "vxw", "vw", "w"):
+        results = []
+        for place in (lambda t: t, lambda t: on(t, Shard(0))):
+            x = place(whole(6, 4))
+            of = {"x": x, "v": x[1], "w": x[1].view(2, 2)}
+            twins = dict(zip(names, copy.deepcopy([of[name] for name in names]), strict=True))
+            for number, name in enumerate(names):
+                twins[name].mul_(number + 2)
+                twins[name][1].fill_(-1.0 - number)
+            results.append([*of.values(), *twins.values()])
+        for expected, found in zip(*results, strict=True):
+            equal(found, expected)
+
+
+def test_deep_copies_of_moved_views_follow_that_of_their_base(two_ranks):
+    two_ranks.run(copies_of_moved_views)
+
+
 def test_deep_copies_keep_strides_and_shared_memory(two_ranks):
     two_ranks.run(strides_and_sharing)

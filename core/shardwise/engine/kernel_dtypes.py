@@ -95,9 +95,10 @@ def refuse_dtypes(schema: OpSchema) -> None:
     dtypes = [None if spec is None else spec.dtype for spec in schema.specs]
     there = {dtype for dtype in dtypes if dtype is not None}
     mixed = len(there) > 1
-    if not mixed and there <= _ALWAYS:
-        return
     named = tuple(v for v in schema.values if isinstance(v, (torch.dtype, bool)))
+    asked = {v for v in named if isinstance(v, torch.dtype)}
+    if not mixed and there <= _ALWAYS and asked <= _ALWAYS:
+        return
     # What a window does with operands of several dtypes may depend on the algorithm that torch takes for their sizes.
     sizes = tuple(schema.values) if mixed and _has_window(schema.op, schema.values) else ()
     key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, freeze(_metas(sizes)))
@@ -110,7 +111,7 @@ def refuse_dtypes(schema: OpSchema) -> None:
 
 def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | None:
     """What the kernel raises on a few ones of each operand's dtype, if it raises nothing for another dtype in place of
-    one operand's or of all. If it raises then too, dtypes are not the reason.
+    one operand's or of all, or of a dtype that is an argument. If it raises then too, dtypes are not the reason.
     """
     if draws(op) or not _has_kernels(device_type) or not _may_ask(op, device_type, values):
         return None
@@ -120,6 +121,9 @@ def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | Non
     dtypes = list(_dtypes(values))
     trials = [dict.fromkeys(range(len(dtypes)), torch.float32)]
     trials += [{i: other} for i in range(len(dtypes)) for other in _OTHERS]
+    plain = [torch.float32 if isinstance(value, torch.dtype) else value for value in values]
+    if any(_raised(op, device_type, plain, trial) is None for trial in ({}, *trials[:1])):
+        return refusal
     return refusal if any(_raised(op, device_type, values, trial) is None for trial in trials) else None
 
 

@@ -132,7 +132,9 @@ def describe_call(
     for arg, value, start in zip(described.args, values, described.starts(values), strict=True):
         if arg.kind is Kind.TENSOR and isinstance(value, NUMBERS):
             number = _LIKE_SYMBOLS.get(type(value), value)
-            specs.append(TensorSpec(mesh, whole, TensorMeta((), (), torch.tensor(number).dtype)))
+            # torch.tensor(number) has the dtype too, but refuses a complex number where the default is bfloat16.
+            dtype = torch.result_type(_NO_NUMBER, number)
+            specs.append(TensorSpec(mesh, whole, TensorMeta((), (), dtype)))
             arguments.append(value)
             fixed.append(start)
         else:
@@ -143,6 +145,9 @@ def describe_call(
         check_lengths(schema)
     return schema, arguments
 
+
+# Of the least dtype: beside it every number keeps its own.
+_NO_NUMBER = torch.empty(0, dtype=torch.bool, device="meta")
 
 #: By the type of a symbol, a number that torch gives the same dtype.
 _LIKE_SYMBOLS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from math import prod
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from shardwise.errors import InPlaceError
 from shardwise.kernel.nested import tensors_in
@@ -16,7 +17,7 @@ from shardwise.kernel.view_copies import Writes, fresh, note_write, source_of_co
 from shardwise.private_torch.dispatch import memory_of, new_wrapper
 from shardwise.private_torch.tracing import is_layout_only
 
-__all__ = ["after_write", "link", "link_view", "writable"]
+__all__ = ["after_write", "link", "link_deep_copy", "link_view", "writable"]
 
 Undo = Callable[..., Any]
 
@@ -83,6 +84,11 @@ class _MovedView:
             self.base.copy_(self.undo(self.base, copy, self.index, *self.args, **self.kwargs))
         self.seen = self.writes.count
 
+    def deep_copied(self, memo: dict[int, Any]) -> _MovedView:
+        base = deepcopy(self.base, memo)
+        writes = writes_of(base._local_tensor)
+        return evolve(self, base=base, writes=writes, seen=writes.count)
+
 
 @define(eq=False)
 class _ViewOfCopy:
@@ -102,6 +108,9 @@ class _ViewOfCopy:
         source = source_of_copy(self.copy._local_tensor)
         assert source is not None
         source.write(self.copy)
+
+    def deep_copied(self, memo: dict[int, Any]) -> _ViewOfCopy:
+        return _ViewOfCopy(deepcopy(self.copy, memo))
 
 
 def link(
@@ -133,6 +142,21 @@ def link_view(base: Any, view: Any) -> None:
         # A view of a view is one of the copy itself: a tensor may be turned in place any number of times.
         copy = source.copy if isinstance(source, _ViewOfCopy) else _alias(type(view), base)
         tie(view._local_tensor, _ViewOfCopy(copy))
+
+
+def link_deep_copy(local: torch.Tensor, twin: torch.Tensor, memo: dict[int, Any]) -> bool:
+    """Note that the deep copy of a copy comes from the deep copy of its base, as torch copies the memory that tensors
+    share once. Whether that is so: a copy whose writes cannot reach its base has a deep copy for itself.
+    """
+    source = source_of_copy(local)
+    if not isinstance(source, (_MovedView, _ViewOfCopy)):
+        return False
+    try:
+        source.check_writable()
+    except InPlaceError:
+        return False
+    tie(twin, source.deep_copied(memo))
+    return True
 
 
 _MOST_COUNTED = 1 << 16  # elements; a larger view counts as sharing where its strides do not rule it out

@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 
 from shardwise.kernel.mesh import ints
-from shardwise.kernel.symbols import is_symbolic
+from shardwise.kernel.symbols import guess, is_symbolic
 
 __all__ = ["TensorMeta", "dtype_name", "memory_order", "unexpanded"]
 
@@ -52,6 +52,13 @@ class TensorMeta:
     def is_symbolic(self) -> bool:
         """Whether a size or stride is a ``torch.SymInt`` (under ``torch.compile`` with dynamic shapes)."""
         return is_symbolic(self.shape) or is_symbolic(self.stride)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is row-major without gaps, as ``Tensor.is_contiguous``; of symbols, for their hints."""
+        sizes = [guess(n) for n in self.shape]
+        rows = TensorMeta.contiguous(sizes, self.dtype).stride
+        return 0 in sizes or all(n == 1 or guess(a) == b for n, a, b in zip(sizes, self.stride, rows, strict=True))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:

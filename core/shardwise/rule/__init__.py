@@ -26,7 +26,7 @@ from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_fro
 from shardwise.rule.counted import call_if, tensor_if, tied_to
 from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
-from shardwise.rule.kernel_results import strides_of_kernel
+from shardwise.rule.kernel_results import in_memory_format, row_major, strides_of_kernel
 from shardwise.rule.labels import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, whole
 from shardwise.rule.lowering import AsyncResult, LocalCall, Lowering
 
@@ -73,6 +73,7 @@ __all__ = [
     "each",
     "einop",
     "full_mesh_rule",
+    "in_memory_format",
     "is_traced",
     "is_without_data",
     "labels",
@@ -83,6 +84,7 @@ __all__ = [
     "neutral",
     "partial",
     "replaced",
+    "row_major",
     "rule",
     "rule_from",
     "shard",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attrs import evolve
 
+from shardwise.kernel.local_strides import HAVE_MEMORY_FORMATS
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import hinted_meta
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.private_torch.fake import fake_strides
 
-__all__ = ["strides_of_kernel"]
+__all__ = ["in_memory_format", "row_major", "strides_of_kernel"]
 
 
 def strides_of_kernel(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
@@ -40,12 +41,45 @@ def strides_of_kernel(call: Call, device_type: str) -> Sequence[TensorMeta | Non
 
 def _dense(meta: TensorMeta, stride: Sequence[int]) -> tuple[int, ...]:
     """Dense strides, symbols where the shape has some, in the memory order of strides that are numbers."""
-    order = memory_order(evolve(hinted_meta(meta), stride=tuple(stride)))
     if not meta.is_symbolic:
         return tuple(stride)
+    return _steps(meta, memory_order(evolve(hinted_meta(meta), stride=tuple(stride))))
+
+
+def _steps(meta: TensorMeta, order: Iterable[int]) -> tuple[Any, ...]:
+    """The strides of a dense tensor whose dims lie in memory in this order, from the outermost."""
     steps: list[Any] = [1] * meta.ndim
     step: Any = 1
-    for d in reversed(order):
+    for d in reversed(tuple(order)):
         steps[d] = step
         step = step * meta.shape[d]
     return tuple(steps)
+
+
+def row_major(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """Row-major results: a rule's ``results=`` for an op whose kernel on the CPU returns them whatever the strides of
+    its operands are, where torch's meta kernel follows these.
+    """
+    if device_type != "cpu" or call.out_operands:
+        return call.outputs
+    return [None if meta is None else TensorMeta.contiguous(meta.shape, meta.dtype) for meta in call.outputs]
+
+
+def in_memory_format(call: Call, device_type: str, like: TensorMeta | None = None) -> Sequence[TensorMeta | None]:
+    """Results in the memory format of an operand, the first unless another is given: channels last where that is, and
+    row-major elsewhere. As :func:`row_major`, for the CPU.
+    """
+    results = row_major(call, device_type)
+    operand = like or next(meta for meta in call.operands if meta is not None)
+    channels_last = (0, *range(2, operand.ndim), 1)
+    if (
+        device_type != "cpu"
+        or call.out_operands
+        or operand.ndim not in HAVE_MEMORY_FORMATS
+        or memory_order(hinted_meta(operand)) != channels_last
+    ):
+        return results
+    return [
+        meta if meta is None or meta.ndim != operand.ndim else evolve(meta, stride=_steps(meta, channels_last))
+        for meta in results
+    ]

@@ -12,7 +12,7 @@ from shardwise.engine.judging import judge_move
 from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.recording import recording
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.dispatch import is_batched, leaf_of_hook, leaf_to_accumulate
+from shardwise.private_torch.dispatch import is_batched, leaf_of_hook, leaf_to_accumulate, leave_out_of_graphs
 from shardwise.tensor.autograd import grad_layout, on_mesh, reduce_later
 from shardwise.tensor.late_grads import late, layout_until_later, prepared
 from shardwise.tensor.names import name_of
@@ -92,5 +92,6 @@ def _hook_grad_layout(tensor: Any, *, in_graph: bool = False) -> Callable[[Tenso
             subject = origins.subject_of(leaf, name_of(leaf)) or -1
         return reduce_later(grad, spec.placements, max(subject, 0))
 
+    leave_out_of_graphs(keep_layout)
     tensor.register_hook(keep_layout)
     return follow

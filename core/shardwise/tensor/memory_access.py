@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from shardwise.engine.plain_tensors import accept
+from shardwise.engine.view_copies import link_deep_copy
 from shardwise.errors import LayoutError, PlainTensorError, TracingError
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.local_strides import dense_in_order, lies_as, other_layout
@@ -155,12 +156,14 @@ def refuse_to_lend(tensor: Any, asked: str) -> NoReturn:
 
 def copied(tensor: Any, memo: dict[int, Any]) -> tuple[torch.Tensor, TensorSpec]:
     """Local tensor and spec of a tensor's deep copy, as torch copies: a parameter becomes dense and alone. Other
-    tensors keep their strides, and two that share memory are copied to two that do.
+    tensors keep their strides, and two that share memory are copied to two that do. So are a copy in place of a view
+    and its base.
     """
     local = fresh(tensor._local_tensor)  # first, because a waiting tensor changes its type at its first use
     spec = _unmarked(tensor._spec)
     if not isinstance(tensor, torch.nn.Parameter):
-        return copy.deepcopy(local, memo), spec
+        twin = copy.deepcopy(local, memo)
+        return twin, tensor._spec if tensor._spec.is_copy and link_deep_copy(local, twin, memo) else spec
     meta = spec.tensor_meta
     dense = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta").clone()
     clone = local.clone()
