@@ -25,9 +25,15 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
         return (dim % ndim,) if ndim else ()
     if dim:
         return tuple(sorted({d % ndim for d in dim})) if ndim else ()
-    # Most ops read an empty list as all dims; any.dims and all.dims read it as no dims. The result's shape shows which.
-    result = call.outputs[0]
-    is_unreduced = dim is not None and ndim and result is not None and result.shape == call.args["self"].shape
+    # Most ops read an empty list as all dims; any.dims and all.dims read it as no dims. The result's shape shows which,
+    # but where every dim has one element.
+    result, packet = call.outputs[0], call.op.overloadpacket
+    is_unreduced = (
+        dim is not None
+        and packet in (torch.ops.aten.any, torch.ops.aten.all)
+        and result is not None
+        and result.shape == call.args["self"].shape
+    )
     return () if is_unreduced else tuple(range(ndim))
 
 

@@ -343,3 +343,31 @@ def averages_of_large_numbers():
 
 def test_averages_do_not_overflow_where_torch_has_numbers(two_ranks):
     two_ranks.run(averages_of_large_numbers)
+
+
+# -- an empty list of dims -----------------------------------------------------------------------------------------
+
+
+OF_NO_DIMS = {
+    "sum": lambda x: x.sum([], keepdim=True),
+    "mean": lambda x: x.mean([], keepdim=True),
+    "amax": lambda x: x.amax([], keepdim=True),
+    "std": lambda x: x.std([], correction=0, keepdim=True),
+    "norm": lambda x: torch.linalg.vector_norm(x, 2, [], keepdim=True),
+    "any": lambda x: torch.any(x, []),
+    "all": lambda x: torch.all(x, [], keepdim=True),
+}
+
+
+def reduced_over_no_dims():
+    """Most ops read the list as all dims, also where every dim has one element."""
+    for shape, places in (((1, 1), 0), ((1, 1), 1), ((1, 3), 0), ((3, 2), 0)):
+        whole = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+        for name, call in OF_NO_DIMS.items():
+            found = call(sw.distribute_tensor(whole, mesh((2,)), [Shard(places)]))
+            assert tuple(found.to_local().shape) == found._spec.local_shape(), name
+            torch.testing.assert_close(found.full_tensor(), call(whole), msg=name)
+
+
+def test_an_empty_list_of_dims_is_what_the_op_says(two_ranks):
+    two_ranks.run(reduced_over_no_dims)
