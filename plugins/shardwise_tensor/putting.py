@@ -44,7 +44,7 @@ def _entries(
     flat = [None if index is None else index.expand(shape).reshape(-1)[positions] for index in indices]
     first = Indexing.of(x.ndim, indices).first
     rest = [n for d, n in enumerate(x.shape) if d >= len(indices) or indices[d] is None]
-    there = values.to(x.device)  # torch takes a number from the CPU
+    there = values if values.ndim else values.to(x.device)  # torch takes a number from the CPU, and nothing else
     spread = there.expand([*rest[:first], *shape, *rest[first:]])
     lined_up = spread.reshape([*rest[:first], shape.numel(), *rest[first:]])
     return flat, lined_up.index_select(first, positions)
