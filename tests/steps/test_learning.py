@@ -249,7 +249,7 @@ def without_a_plan():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     real = learning.solve_graph
 
-    def failing(graph, limit=None):
+    def failing(*_):
         raise NoPlanError(asked="plan", found="nothing", do="wait.")
 
     learning.solve_graph = failing

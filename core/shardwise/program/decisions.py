@@ -82,6 +82,11 @@ class Decisions:
         is_view = any(r.alias is not None and not r.written for r in schema.signature.results)
         return known[0] if known and not is_view else None
 
+    def find_exact(self, schema: OpSchema, tags: Sequence[Tag | None], layouts: Layouts) -> Decision | None:
+        """The decision about a call of these sizes whose operands have these tags and layouts."""
+        known = self.exact.get(call_digest(schema, tags, sizes=True), ())
+        return next((decision for decision in known if decision.sources == layouts), None)
+
     def updated(self, later: Decisions) -> Decisions:
         """These decisions and later ones, which win. Tags of another depth are not comparable: then the later alone."""
         if (later.mesh_shape, later.depth) != (self.mesh_shape, self.depth):

@@ -22,7 +22,7 @@ from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_rows import Choices
 from shardwise.program.step_slices import placed
 
-__all__ = ["DEEPEST", "replayed"]
+__all__ = ["DEEPEST", "replayed", "rows_of"]
 
 DEEPEST = 8
 """How deep tags look at most: deeper ones tell more calls apart, and make more plans."""
@@ -105,7 +105,7 @@ class _Replay:
 
     def _takes(self, new: Assignment, place: int, decision: Decision) -> bool:
         """Have a call do what was decided on, if it may."""
-        rows = _rows(self.problem.choices[place], decision.inputs, decision.outputs)
+        rows = rows_of(self.problem.choices[place], decision.inputs, decision.outputs)
         if rows is None:
             return False
         new.rows[place] = rows
@@ -117,7 +117,7 @@ class _Replay:
         of = decision_of(self.problem, self.assignment, place)
         rows = None
         if of.inputs == of.sources != sources:
-            rows = _rows(self.problem.choices[place], sources, None)
+            rows = rows_of(self.problem.choices[place], sources, None)
         new.rows[place] = list(self.assignment.rows[place]) if rows is None else rows
         self._rest(new, place, None if of.rests == of.outputs else of.rests)
 
@@ -129,7 +129,7 @@ class _Replay:
                 new.rests[t] = self.problem.made(new, t) if at is None else at
 
 
-def _rows(choices: Choices, inputs: Layouts, outputs: Layouts | None) -> list[int] | None:
+def rows_of(choices: Choices, inputs: Layouts, outputs: Layouts | None) -> list[int] | None:
     """The first rows with these layouts of operands and results that may stand side by side."""
     chosen: list[int] = []
     for m, legal in enumerate(choices.legal):

@@ -83,6 +83,8 @@ class StepProblem:
     #: Where tensors must rest on some mesh dims, and the rows that calls must take one of on each.
     held_rests: dict[int, dict[int, Placement]] = field(factory=dict)
     held_rows: dict[int, tuple[frozenset[int], ...]] = field(factory=dict)
+    #: How deep the tags of its decisions look at least: those of another depth are not comparable with earlier ones.
+    least_depth: int = 0
     #: Where it has many equal layers: what these cost and hold, counted once.
     fold: LayerFold | None = None
     choices: list[Choices] = field(init=False)
@@ -376,6 +378,11 @@ class StepProblem:
     def share_moves(self, other: StepProblem) -> None:
         """Know the costs of moves that another problem on the same mesh knows, and the other way round."""
         self._moves = other._moves
+
+    def let_go(self) -> None:
+        """Hold nothing any more: every call may take each of its rows, and results may rest anywhere."""
+        self.held_rests.clear()
+        self.held_rows.clear()
 
     def forget_searches(self) -> None:
         """Give back the memory of the searches; costs stay known."""

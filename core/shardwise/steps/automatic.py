@@ -177,7 +177,7 @@ class Automatic(Learning):
         self, recording: Any, graph: Any, limit: MemoryLimit | None, optimizer: torch.optim.Optimizer
     ) -> None:
         try:
-            learned = decided_by_all(graph, limit)
+            learned = decided_by_all(graph, limit, self.earlier)
         except (NoPlanError, MemoryPlanError) as error:
             self._tell(str(error))
             self.freeze()

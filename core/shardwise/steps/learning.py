@@ -90,10 +90,13 @@ class Learned:
         )
 
 
-def decide_step(graph: StepGraph, limit: MemoryLimit | None = None) -> Learned:
-    """Decide for a recorded step. It is arithmetic alone: ranks with the same graph and limit decide the same."""
+def decide_step(graph: StepGraph, limit: MemoryLimit | None = None, earlier: Decisions | None = None) -> Learned:
+    """Decide for a recorded step. It is arithmetic alone: ranks with the same arguments decide the same.
+
+    What ``earlier`` decisions say about its calls holds, unless there is a limit.
+    """
     begin = time.perf_counter()
-    solved = solve_graph(graph, limit)
+    solved = solve_graph(graph, limit, earlier)
     if solved.torn:
         _log.info("%d keys have calls with different decisions; each takes the most frequent one", solved.torn)
     seconds = time.perf_counter() - begin
@@ -142,6 +145,11 @@ class Learning:
     def records(self) -> bool:
         """Whether the step that runs is recorded."""
         return self._recording is not None
+
+    @property
+    def earlier(self) -> Decisions | None:
+        """What was decided before."""
+        return None if self.learned is None else self.learned.decisions
 
     def resume(self, decisions: Decisions) -> None:
         """Run by decisions of an earlier run, without recording a step. :func:`shardwise.checkpoint.load` calls this.
@@ -263,7 +271,7 @@ class Learning:
                 return
             limit = self._limit(graph, optimizer)
             try:
-                learned = decided_by_all(graph, limit)
+                learned = decided_by_all(graph, limit, self.earlier)
             except (NoPlanError, MemoryPlanError) as error:
                 warn_user(f"{error} The program goes on as before.", UserWarning)
                 return
@@ -326,18 +334,18 @@ def has_ranks(mesh: Any) -> bool:
     return isinstance(mesh, DeviceMesh) and mesh.size() > 1 and backend_of(mesh) != "fake"
 
 
-def decided_by_all(graph: StepGraph, limit: MemoryLimit | None) -> Learned:
+def decided_by_all(graph: StepGraph, limit: MemoryLimit | None, earlier: Decisions | None = None) -> Learned:
     """Decide on the first rank of the mesh, within its limit; every rank has its decisions.
 
     Or every rank raises :class:`NoPlanError`, or :class:`MemoryPlanError` where there is none within the limit.
     """
     if not has_ranks(graph.mesh):
-        return decide_step(graph, limit)
+        return decide_step(graph, limit, earlier)
     mesh: Any = graph.mesh
     told: dict[str, Any] = {}
     if not any(own_coordinate(mesh)):
         try:
-            learned = decide_step(graph, limit)
+            learned = decide_step(graph, limit, earlier)
             told = {
                 "decisions": learned.decisions.as_json(),
                 "figures": [learned.before, learned.after, learned.calls, learned.torn, learned.seconds],

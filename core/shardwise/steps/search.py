@@ -184,8 +184,7 @@ class PlanSearch:
             return start
         finally:
             problem.pinned = frozenset()
-            problem.held_rests.clear()
-            problem.held_rows.clear()
+            problem.let_go()
         # As a run does it: calls that look the same do the same.
         solved = with_decisions(problem, self._costs, self._as_recorded, best)
         self._recipes.append(solved)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from shardwise.errors import MemoryPlanError
+from shardwise.errors import MemoryPlanError, NoPlanError
 from shardwise.kernel.tags import DEPTH
 from shardwise.program.amounts import size_text
 from shardwise.program.collection import no_collection
 from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
+from shardwise.program.earlier import hold_earlier
 from shardwise.program.replay import DEEPEST, replayed
 from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_graph import StepGraph
@@ -55,8 +56,10 @@ class Solved:
         return self.recorded.cost / NANOSECONDS if self.recorded.cost < FORBIDDEN else None
 
 
-def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None) -> Solved:
-    """Decide for a recorded step. Every rank with the same graph and limit gets the same decisions.
+def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None, earlier: Decisions | None = None) -> Solved:
+    """Decide for a recorded step. Every rank with the same arguments gets the same decisions.
+
+    Calls that ``earlier`` decisions know do as these say, if there is a legal assignment in which they do.
 
     Raises :class:`NoPlanError` where no legal assignment is found, and :class:`MemoryPlanError` where none keeps the
     limit.
@@ -66,15 +69,28 @@ def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None) -> Solved:
         memory = None if limit is None else StepMemory(graph, limit.state)
         problem = StepProblem(graph, costs, memory=memory)
         recorded = problem.as_recorded()
+        if earlier is not None and (held := hold_earlier(problem, recorded, earlier)) is not None:
+            try:
+                return _solved(problem, costs, recorded, [held], limit)
+            except (NoPlanError, MemoryPlanError):
+                problem.let_go()
         # What was chosen op by op may move a tensor that is written later. From there descent would not improve.
         starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
         if problem.has_lost:
             starts = [problem.as_replicated()]
-        if limit is not None:
-            return _solved_within(problem, costs, recorded, starts, limit)
-        best = solve_step(problem, _with_layers_alike(problem, starts))
-        problem.forget_searches()
-        return _or_recorded(with_decisions(problem, costs, recorded, best))
+        if limit is None:
+            starts = _with_layers_alike(problem, starts)
+        return _solved(problem, costs, recorded, starts, limit)
+
+
+def _solved(
+    problem: StepProblem, costs: WorkCosts, recorded: Assignment, starts: list[Assignment], limit: MemoryLimit | None
+) -> Solved:
+    if limit is not None:
+        return _solved_within(problem, costs, recorded, starts, limit)
+    best = solve_step(problem, starts)
+    problem.forget_searches()
+    return _or_recorded(with_decisions(problem, costs, recorded, best))
 
 
 def _with_layers_alike(problem: StepProblem, starts: list[Assignment]) -> list[Assignment]:
@@ -96,7 +112,7 @@ def _solved_within(
             best = search.best(wanted)
         except MemoryPlanError:
             # What was recorded has run. It may be the only one that is known to fit.
-            if not _is_plan(problem, recorded) or search.peak(recorded) > most:
+            if problem.held_rows or not _is_plan(problem, recorded) or search.peak(recorded) > most:
                 raise
             best = recorded
         problem.forget_searches()
@@ -130,11 +146,11 @@ def _is_plan(problem: StepProblem, assignment: Assignment) -> bool:
 
 def with_decisions(problem: StepProblem, costs: WorkCosts, recorded: Assignment, best: Assignment) -> Solved:
     """An assignment with its decisions by tag. Calls that look the same are given one decision, as a run does it."""
-    for depth in _DEPTHS:
+    for depth in sorted({max(depth, problem.least_depth) for depth in _DEPTHS}):
         decisions, torn = decide(problem, best, depth)
         if not torn:
             break
-    if torn and (followed := replayed(problem, best, _DEPTHS[-1])) is not None:
+    if torn and (followed := replayed(problem, best, depth)) is not None:
         best = followed
-        decisions, torn = decide(problem, best, _DEPTHS[-1])
+        decisions, torn = decide(problem, best, depth)
     return Solved(problem, costs, recorded, best, decisions, len(torn))
