@@ -24,14 +24,16 @@ BINARY = """
     _foreach_div _foreach_pow _foreach_clamp_max _foreach_clamp_min _foreach_maximum _foreach_minimum _foreach_addcdiv
 """
 
-# Facts by the number of lists: a scalar, and a tensor that all positions share, are whole.
+# Facts by the number of lists: a scalar, and a tensor that all positions share, are whole, and taken for finite.
+# Elements of a list of factors may be infinite, and parts of both signs times infinity add up to NaN: no partial sum is
+# multiplied by them.
 NEGATION = {1: [linear("self")]}
 SUMS = {1: [affine("self")], 2: [linear("self other") + affine("self", "other")]}
-PRODUCTS = {1: [linear("self")], 2: [linear("self"), linear("other")]}
+PRODUCTS = {1: [linear("self")]}
 # Not affine in the weights: torch has a formula for small ones and one for large ones, and for infinities one gives NaN
 # where the other does not.
-LERP = {count: [linear("self tensors1") + affine("self", "tensors1")] for count in (2, 3)}
-ADDCMUL = {3: [linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")]}
+LERP = {2: [linear("self tensors1") + affine("self", "tensors1")]}
+ADDCMUL = {3: [affine("self")]}
 # The old content does not matter. In place, its placement does.
 COPIES = {2: [moves("self src", "src")]}
 MOVES = {1: [moves("self")]}

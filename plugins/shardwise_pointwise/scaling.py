@@ -1,4 +1,4 @@
-"""Multiplication and division of a partial tensor by a number, infinity and zero included."""
+"""Multiplication of a partial tensor, and its division by a number: infinity and zero included."""
 
 from __future__ import annotations
 
@@ -36,19 +36,50 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
     return local.call.op(_whole(local, x) if by == 0 else x, by, **named)
 
 
-def multiply(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
-    """Multiply the parts of a partial sum or average by a number: as :func:`divide`, for a factor that is infinite.
+def multiply(local: LocalCall, *args: Any, **named: Any) -> Any:
+    """An op that multiplies the parts of sums or averages by something else, here where that is infinite.
 
-    A factor that is a tensor is looked at where that needs no waiting, on a CPU.
+    Parts of both signs times infinity add up to NaN, and so does a part that is zero. So the operands are reduced
+    first, and every rank has the result where it is infinite or NaN: adding or averaging it over the ranks leaves it as
+    it is. Factors are looked at where that needs no waiting, on a CPU; a graph cannot look.
     """
-    seen = by.item() if type(by) is torch.Tensor and by.device.type == "cpu" else by
-    infinite = isinstance(seen, (float, complex)) and not cmath.isfinite(seen)
-    return local.call.op(_whole(local, x) if infinite else x, by, **named)
+    parts, factors = local.once(_parts_and_factors)
+    if all(_is_finite(args[i]) for i in factors) and all(map(_is_finite, named.values())):
+        return local.call.op(*args, **named)
+    whole = list(args)
+    for i in parts:
+        whole[i] = _reduced(local, local.inputs[i], args[i])
+    if local.call.signature.args[0].written and whole[0] is args[0]:
+        whole[0] = whole[0].clone()
+    values = local.call.op(*whole, **named)
+    result = local.call.op(*args, **named)
+    return result.copy_(torch.where(values.isfinite(), result, values))
+
+
+def _parts_and_factors(local: LocalCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The places of the arguments that are partial, and of all others. In these ops tensors come first."""
+    parts = tuple(i for i, spec in enumerate(local.inputs) if spec is not None and spec.reductions)
+    positional = len(local.call.signature.positional)
+    return parts, tuple(i for i in range(positional) if i not in parts)
+
+
+def _is_finite(factor: Any) -> bool:
+    """Whether a factor has no infinity and no NaN, as far as that can be seen without waiting for a device."""
+    if type(factor) is not torch.Tensor:
+        return not isinstance(factor, (float, complex)) or cmath.isfinite(factor)
+    if not (factor.dtype.is_floating_point or factor.dtype.is_complex) or factor.device.type != "cpu":
+        return True
+    # Nothing that is added to an infinity or to NaN makes it finite again. A sum of finite elements may be infinite.
+    return cmath.isfinite(factor.sum().item()) or bool(factor.isfinite().all())
+
+
+def _reduced(local: LocalCall, spec: Any, x: torch.Tensor) -> torch.Tensor:
+    for mesh_dim, kind in reversed(spec.reductions.items()):
+        x = local.comm.all_reduce(x, kind, (mesh_dim,))
+    return x
 
 
 def _whole(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
     """The sum of the parts; written over the part of this rank if the op writes it."""
-    whole = x
-    for mesh_dim, kind in reversed(local.spec("self").reductions.items()):
-        whole = local.comm.all_reduce(whole, kind, (mesh_dim,))
+    whole = _reduced(local, local.spec("self"), x)
     return x.copy_(whole) if local.call.signature.args[0].written else whole

@@ -77,3 +77,62 @@ def scaled_by_infinity():
 
 def test_a_partial_sum_times_infinity_is_that_of_one_device(pool):
     pool.run(scaled_by_infinity)
+
+
+FACTORS = torch.tensor([INFINITY, -INFINITY, 2.0, float("nan"), 0.0, INFINITY])
+
+
+def products(x, by):
+    """Products of a sum, which is partial where rows of ``x`` are sharded, by factors of which some are infinite."""
+    total = x.sum(0)
+    yield total * by
+    yield by * total
+    yield x.mean(0) * by.double()
+    yield by[0] * total
+    yield torch.stack([total] * 6) * by[:, None]
+    yield total.clone().mul_(by)
+    yield torch.mul(total, by, out=torch.empty_like(total))
+    yield torch.addcmul(x.sum(0), total, by, value=-2.0)
+    yield x.sum(0).addcmul_(by, total)
+    yield torch.lerp(total, x.sum(0) * 3, by)
+    yield torch.lerp(total, x.sum(0) * 3, INFINITY)
+    yield torch.ldexp(total, by.nan_to_num(posinf=2000.0, neginf=-2000.0))
+    yield from torch._foreach_mul([total, total * 2], [by, by])
+
+
+def alike(found, expected):
+    """Equal, NaN included. A product of parts with zero or a negative number may be a zero of either sign."""
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def multiplied_by_infinite_factors():
+    torch.manual_seed(0)
+    values = torch.randint(-4, 5, (8, 6)).float()
+    values[:, 5] = 0
+    for shape, rows in (((4,), [Shard(0)]), ((2, 2), [Shard(0), Shard(0)]), ((2, 2), [Shard(0), Replicate()])):
+        device_mesh = mesh(shape)
+        x = sw.distribute_tensor(values, device_mesh, rows)
+        by = sw.distribute_tensor(FACTORS, device_mesh, [Replicate()] * len(shape))
+        for ours, single in zip(products(x, by), products(values, FACTORS), strict=True):
+            alike(ours, single)
+
+
+def test_a_partial_sum_times_infinite_elements_is_that_of_one_device(pool):
+    pool.run(multiplied_by_infinite_factors)
+
+
+def infinite_on_some_ranks():
+    """Factors of which one half of the mesh has infinite ones: that half alone reduces, and no rank minds."""
+    torch.manual_seed(0)
+    values, by = torch.randint(-4, 5, (8, 4, 6)).float(), torch.ones(4, 6)
+    by[0, 0] = INFINITY
+    device_mesh = mesh((2, 2))
+    with sw.check_ranks():
+        x = sw.distribute_tensor(values, device_mesh, [Shard(1), Shard(0)])
+        ours = x.sum(0) * sw.distribute_tensor(by, device_mesh, [Shard(0), Replicate()])
+        assert ours.placements == (Shard(0), Partial("sum"))
+        alike(ours, values.sum(0) * by)
+
+
+def test_ranks_whose_factors_are_finite_reduce_nothing(pool):
+    pool.run(infinite_on_some_ranks)
