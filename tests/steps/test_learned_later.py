@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from fake_meshes import fake_mesh
-from test_automatic import Blocks, by_itself
+from test_automatic import WEIGHTS_ONLY, Blocks, by_itself, trained
 from test_step_problem import CASES, recorded, step_in
 from test_training import TIGHT
 from torch import nn
@@ -20,7 +20,7 @@ from shardwise.comm.events import observe
 from shardwise.program.decisions import Decisions
 from shardwise.program.earlier import hold_earlier
 from shardwise.program.step_moments import StepMoments
-from shardwise.steps import learning
+from shardwise.steps import automatic, learning
 from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.solving import solve_graph, with_decisions
 from shardwise.testing import mesh
@@ -94,6 +94,44 @@ def test_a_program_that_generates_later_trains_as_it_did(ranks, limit):
         assert training[-3:] == [training[1]] * 3, "solved anew with what generates, it would send more"
         assert training[1] < 0.6 * training[0]
         assert generation[-1] < 0.8 * generation[LATE]
+
+
+OTHERS = (torch.sin, torch.cos, torch.tanh, torch.erf, torch.sigmoid, torch.atan, torch.asinh, torch.sinc)
+
+
+class Changing(Blocks):
+    """Blocks that end with other ops in each step."""
+
+    number = 0
+
+    def forward(self, x):
+        x = super().forward(x)
+        for _ in range(8):
+            x = OTHERS[self.number % len(OTHERS)](x)
+        return x
+
+
+def never_the_same(most):
+    """How often a program is decided on whose steps are all different, if only so many of these would gain much."""
+
+    def change(step, model, x):
+        model.number = step
+        return x
+
+    decided, real, worth = [], automatic.decided_by_all, automatic.is_worth_it
+    automatic.decided_by_all = lambda *args: decided.append(1) or real(*args)
+    automatic.is_worth_it = lambda learned: len(decided) <= most and worth(learned)
+    try:
+        with by_itself():
+            _, on = trained(Changing, mesh((2,)), WEIGHTS_ONLY, change, steps=18)
+            return len(decided), on.rounds
+    finally:
+        automatic.decided_by_all, automatic.is_worth_it = real, worth
+
+
+def test_a_program_that_is_never_the_same_is_not_decided_on_for_ever(two_ranks):
+    for decided, rounds in two_ranks.run(never_the_same, 1):
+        assert (decided, rounds) == (3, 1), "after two that would gain little, it is left as it is"
 
 
 # -- without ranks -----------------------------------------------------------------------------------------------------

@@ -63,6 +63,11 @@ _MOST_MODULES = 8
 _WORTH = 0.95
 """What a step by decisions may cost, of one without them. Less is not worth another order of sums."""
 
+_MOST_IN_VAIN = 2
+"""Steps in a row that are decided on again and would gain little, until no more are: each takes seconds, and a program
+that makes other calls in every step would have them for ever.
+"""
+
 _PART_OF_A_STEP = "its optimizer steps in the backward pass, of which only a part has run"
 
 
@@ -74,6 +79,7 @@ class Automatic(Learning):
     """How often another module has begun it anew."""
     _steps: int = field(default=0, init=False)
     _tries: int = field(default=0, init=False)
+    _in_vain: int = field(default=0, init=False)
     _is_wanted: bool = field(default=True, init=False)
     """Whether the step that runs is one to be learned, whether or not this rank still records it."""
     _has_parted: bool = field(default=False, init=False)
@@ -183,6 +189,7 @@ class Automatic(Learning):
             self.freeze()
             return
         if is_worth_it(learned):
+            self._in_vain = 0
             self._take(learned, recording, graph)
             return
         self._tell(f"it would gain little: {learned}")
@@ -191,6 +198,9 @@ class Automatic(Learning):
             self._record()  # perhaps the next step is another optimizer's
         else:
             self._unknown = in_force.unknown
+            self._in_vain += 1
+            if self._in_vain == _MOST_IN_VAIN:
+                self.freeze()
 
     def _tell(self, why: str) -> None:
         _log.info("optimizer step %d is not learned: %s", self._steps, why)
