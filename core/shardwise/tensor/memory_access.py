@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_deep_copy
@@ -39,6 +40,7 @@ __all__ = [
     "copied",
     "cuda_array_interface",
     "data",
+    "give_values",
     "is_pinned",
     "is_set_to",
     "is_shared",
@@ -76,6 +78,18 @@ def _set_data(tensor: Any, value: Any) -> None:
     set_data(tensor, value)  # raises as torch does, for example for an integer tensor under a parameter
     tensor._local_tensor, tensor._spec = local, spec
     tensor._follow_layout()
+
+
+def give_values(tensor: Any, value: Any) -> None:
+    """Other values for a tensor that stays as it is in all else: its layout, where the shape allows that, its hooks,
+    and the graphs that refer to it. As after any write, those of them that need the values from before are refused.
+    """
+    if value is not tensor:
+        here: TensorSpec = tensor._spec
+        if isinstance(value, tensor_class()) and value.shape == here.shape and value._spec.mesh == here.mesh:
+            value = value.redistribute(placements=here.placements)
+        tensor.data = value
+    increment_version(tensor)
 
 
 def _placed_as(tensor: Any, value: torch.Tensor) -> Any:
