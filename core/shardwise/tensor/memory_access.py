@@ -37,6 +37,7 @@ from shardwise.tensor.names import name_of
 from shardwise.tensor.shards import scatter_local
 
 __all__ = [
+    "as_subclass",
     "copied",
     "cuda_array_interface",
     "data",
@@ -264,6 +265,19 @@ def _refuse(tensor: Any, asked: str, do: str) -> NoReturn:
 set_ = refusing(*_SET)
 
 
+def as_subclass(tensor: Any, cls: Any) -> Any:
+    """The tensor as ``cls``, which it is. Raises :class:`LayoutError` for another class: it could not say where the
+    parts lie.
+    """
+    if isinstance(cls, type) and issubclass(cls, torch.Tensor) and not issubclass(type(tensor), cls):
+        _refuse(
+            tensor,
+            f"make a {cls.__name__} of {{}}",
+            f"Pass the {type(tensor).__name__} as it is, or make the {cls.__name__} of to_local() or full_tensor().",
+        )
+    return torch.Tensor.as_subclass(tensor, cls)
+
+
 def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     """Raises :class:`LayoutError`. While a graph is made: torch's storage, whose identity alone is asked for."""
     asking = cast("FrameType", inspect.currentframe()).f_back
@@ -272,7 +286,9 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     _refuse(
         tensor,
         "read or write the storage of {}",
-        "Use to_local().untyped_storage(), or full_tensor().untyped_storage(); nbytes and numel() tell the size.",
+        "Use to_local().untyped_storage(), or full_tensor().untyped_storage(); nbytes and numel() tell the size. For a "
+        "file of weights, as save_pretrained and safetensors write, pass {name: t.full_tensor() for name, t in "
+        "model.state_dict().items()}, made on every rank.",
     )
 
 

@@ -397,6 +397,7 @@ class MeshTensor(torch.Tensor):
     record_stream = memory_access.record_stream
     is_set_to = memory_access.is_set_to
     untyped_storage = memory_access.untyped_storage
+    as_subclass = memory_access.as_subclass
     apply_ = refusing(
         "call a Python function for each element of {}",
         "Use torch ops, or to_local().apply_(), which runs on this part.",
