@@ -106,6 +106,19 @@ def trained() -> list[float]:
     return losses + [p.full_tensor().sum().item() for p in model.parameters()]
 
 
+def parametrized() -> float:
+    """A layer that gets a parametrization before it trains."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4)
+    sw.distribute_module(layer, init_device_mesh("cpu", (2,)), {"weight": [sw.Shard(0)]})
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
+    return layer(torch.ones(2, 4)).sum().item()
+
+
 def compiled() -> list[float]:
     """A compiled step at two sizes."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -451,6 +464,7 @@ FALLBACKS = [
         TRAINED,
         take=hide,
     ),
+    Case(("torch.nn.utils.parametrize._maybe_set",), partial(on_two_ranks, parametrized), take=hide),
     Case(("._op",), TRAINED, take=lambda _: forget("ops", "direct_call", lambda op: op)),
     Case((f"{C}.TensorBase", f"{C}._VariableFunctions", f"{C}._nn"), TRAINED, take=hide),
     Case((f"{C10D}._get_default_store",), partial(on_two_ranks, told), take=hide),

@@ -1,12 +1,16 @@
-"""``module.to(...)``, ``half()``, ``double()`` and ``load_state_dict`` while a graph refers to the parameters.
+"""``module.to(...)``, ``half()``, ``double()``, ``load_state_dict`` and parametrizations while a graph refers to the
+parameters.
 
 Torch converts plain parameters with ``parameter.data = converted``; so a graph that is alive does not matter.
 """
+
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import shardwise as sw
 from shardwise import MeshTensor, Replicate, Shard
@@ -115,3 +119,102 @@ def layouts_change():
 def test_a_function_of_the_program_may_lay_parameters_out(ranks):
     for grad in ranks.run(layouts_change):
         torch.testing.assert_close(grad, torch.ones(4, 4))
+
+
+class _Upper(nn.Module):
+    """A parametrization without an inverse: its original is the parameter itself."""
+
+    def forward(self, x):
+        return x.triu() + x.triu(1).T
+
+
+class _Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+    def right_inverse(self, x):
+        return x / 2
+
+
+def _square(placed):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    return sw.distribute_module(net, mesh_of((dist.get_world_size(),)), PLACES) if placed else net
+
+
+def _assigned(net):
+    parametrize.register_parametrization(net[0], "weight", _Doubled())
+    net[0].weight = torch.arange(16.0).reshape(4, 4) / 16
+
+
+def _left(net):
+    parametrize.register_parametrization(net[0], "weight", _Upper())
+    parametrize.remove_parametrizations(net[0], "weight", leave_parametrized=True)
+
+
+def _norm_assigned(net):
+    parametrizations.weight_norm(net[0])
+    net[0].weight = torch.arange(16.0).reshape(4, 4) / 16
+
+
+PARAMETRIZED = {
+    "without an inverse": lambda net: parametrize.register_parametrization(net[0], "weight", _Upper()),
+    "with an inverse": lambda net: parametrize.register_parametrization(net[0], "weight", _Doubled()),
+    "assigned": _assigned,
+    "left parametrized": _left,
+    "removed": lambda net: (
+        parametrize.register_parametrization(net[0], "weight", _Doubled()),
+        parametrize.remove_parametrizations(net[0], "weight", leave_parametrized=False),
+    ),
+    "two originals": _norm_assigned,
+}
+
+
+def parametrized(name, placed):
+    """A training loop that parametrizes a layer between two steps: whole parameters, gradients, and what hooks saw."""
+    net, seen = _square(placed), []
+    weight = net[0].weight
+    watched = weakref.ref(weight)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        loss = loss_of(net)  # the last one is alive while the layer changes
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 0:
+            PARAMETRIZED[name](net)
+    places = [p.placements for p in net.parameters() if isinstance(p, MeshTensor)]
+    return watched() is weight, places, seen + [whole(p) for p in net.parameters()] + [whole(loss)]
+
+
+def each_parametrized():
+    return {name: parametrized(name, placed=True) for name in PARAMETRIZED}
+
+
+def test_a_layer_is_parametrized_between_two_steps(ranks):
+    for actual in ranks.run(each_parametrized):
+        for name, (kept, places, seen) in actual.items():
+            expected_kept, _, expected = parametrized(name, placed=False)
+            assert kept == expected_kept, name
+            if name != "two originals":
+                assert set(places) == {(Shard(0),), (Shard(1),), (Replicate(),)}, name
+            torch.testing.assert_close(seen, expected, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def outdated_by_parametrizing():
+    """Backward through a weight that was replaced after the forward pass: torch refuses it, as after any write."""
+    words = []
+    for placed in (False, True):
+        net = _square(placed)
+        x = sw.distribute_tensor(X, net[0].weight.device_mesh, [Shard(0)]) if placed else X
+        loss = net(x)
+        PARAMETRIZED["with an inverse"](net[2:])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            loss.sum().backward()
+        words.append(type(raised.value).__name__)
+    return words
+
+
+def test_a_graph_that_needs_the_old_weight_is_refused(ranks):
+    assert ranks.run(outdated_by_parametrizing) == [["RuntimeError", "RuntimeError"]] * ranks.world_size

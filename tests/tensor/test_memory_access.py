@@ -117,6 +117,10 @@ def _equals(expected):
     return check
 
 
+class _Picture(torch.Tensor):
+    """A tensor with a meaning, as ``tv_tensors.Image`` of torchvision."""
+
+
 WAYS = {
     # What reads the memory of a tensor as a whole.
     "np.from_dlpack": (np.from_dlpack, LayoutError),
@@ -192,6 +196,9 @@ WAYS = {
     "copy.deepcopy": (copy.deepcopy, _is_x),
     "torch.utils.swap_tensors": (_swapped, lambda value, _: equal(value, whole(4, 4))),
     "as_subclass": (lambda x: x.as_subclass(torch.Tensor), _is_x),
+    "as_subclass of its own class": (lambda x: x.as_subclass(type(x)), _is_x),
+    "as_subclass of another class": (lambda x: x.as_subclass(_Picture), LayoutError),
+    "as_subclass of no class": (lambda x: x.as_subclass(3), TypeError),
     "torch.asarray": (torch.asarray, _is_x),
     "torch.as_tensor": (torch.as_tensor, _is_x),
     "torch.tensor": (lambda x: x.new_tensor(x), _is_x),

@@ -1,7 +1,8 @@
-"""How ``module.to(...)`` and its like replace a parameter: as torch does it for plain tensors."""
+"""How ``module.to(...)`` and parametrizations replace a parameter's values: as torch does it for plain tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from shardwise.private_torch.parts import find_part
 
-__all__ = ["convert_through_data", "is_converting"]
+__all__ = ["convert_through_data", "is_converting", "parametrize_through"]
 
 _ASKED = "is_traceable_wrapper_subclass"
 
@@ -30,6 +31,28 @@ def convert_through_data(cls: type) -> None:
         return not isinstance(converted, cls) and bool(is_wrapper(converted))
 
     vars(torch.nn.modules.module)[_ASKED] = is_swapped
+
+
+def parametrize_through(cls: type, give: Callable[[Any, Any], None]) -> None:
+    """Have parametrizations call ``give(tensor, values)`` where a ``cls`` gets other values, as when one is registered.
+
+    A plain tensor keeps its identity there, hooks and graphs included (``tensor.set_(values)``). Torch swaps the
+    objects of wrappers with inner tensors, which fails while a graph refers to one; where a parametrization has no
+    inverse, it swaps the tensor with itself, after which no graph that is alive then reaches it any more. No public
+    function says how a class is parametrized. Without the name torch goes on to swap. A program that asks for swaps
+    (``torch.__future__``) gets them.
+    """
+    sets: Any = find_part("torch.nn.utils.parametrize._maybe_set")
+    if sets is None:
+        return
+
+    def set_values(dest: Any, src: Any) -> None:
+        if isinstance(dest, cls) and not torch.__future__.get_swap_module_params_on_conversion():
+            give(dest, src)
+        else:
+            sets(dest, src)
+
+    torch.nn.utils.parametrize._maybe_set = set_values
 
 
 def is_converting(call: FrameType | None) -> bool:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_deep_copy
@@ -36,9 +37,11 @@ from shardwise.tensor.names import name_of
 from shardwise.tensor.shards import scatter_local
 
 __all__ = [
+    "as_subclass",
     "copied",
     "cuda_array_interface",
     "data",
+    "give_values",
     "is_pinned",
     "is_set_to",
     "is_shared",
@@ -76,6 +79,18 @@ def _set_data(tensor: Any, value: Any) -> None:
     set_data(tensor, value)  # raises as torch does, for example for an integer tensor under a parameter
     tensor._local_tensor, tensor._spec = local, spec
     tensor._follow_layout()
+
+
+def give_values(tensor: Any, value: Any) -> None:
+    """Other values for a tensor that stays as it is in all else: its layout, where the shape allows that, its hooks,
+    and the graphs that refer to it. As after any write, those of them that need the values from before are refused.
+    """
+    if value is not tensor:
+        here: TensorSpec = tensor._spec
+        if isinstance(value, tensor_class()) and value.shape == here.shape and value._spec.mesh == here.mesh:
+            value = value.redistribute(placements=here.placements)
+        tensor.data = value
+    increment_version(tensor)
 
 
 def _placed_as(tensor: Any, value: torch.Tensor) -> Any:
@@ -250,6 +265,19 @@ def _refuse(tensor: Any, asked: str, do: str) -> NoReturn:
 set_ = refusing(*_SET)
 
 
+def as_subclass(tensor: Any, cls: Any) -> Any:
+    """The tensor as ``cls``, which it is. Raises :class:`LayoutError` for another class: it could not say where the
+    parts lie.
+    """
+    if isinstance(cls, type) and issubclass(cls, torch.Tensor) and not issubclass(type(tensor), cls):
+        _refuse(
+            tensor,
+            f"make a {cls.__name__} of {{}}",
+            f"Pass the {type(tensor).__name__} as it is, or make the {cls.__name__} of to_local() or full_tensor().",
+        )
+    return torch.Tensor.as_subclass(tensor, cls)
+
+
 def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     """Raises :class:`LayoutError`. While a graph is made: torch's storage, whose identity alone is asked for."""
     asking = cast("FrameType", inspect.currentframe()).f_back
@@ -258,7 +286,9 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     _refuse(
         tensor,
         "read or write the storage of {}",
-        "Use to_local().untyped_storage(), or full_tensor().untyped_storage(); nbytes and numel() tell the size.",
+        "Use to_local().untyped_storage(), or full_tensor().untyped_storage(); nbytes and numel() tell the size. For a "
+        "file of weights, as save_pretrained and safetensors write, pass {name: t.full_tensor() for name, t in "
+        "model.state_dict().items()}, made on every rank.",
     )
 
 

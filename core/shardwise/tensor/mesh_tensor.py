@@ -34,7 +34,7 @@ from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.compile_errors import raise_as_they_are
-from shardwise.private_torch.conversion import convert_through_data
+from shardwise.private_torch.conversion import convert_through_data, parametrize_through
 from shardwise.private_torch.dispatch import (
     disabled_torch_function,
     guard_memory,
@@ -397,6 +397,7 @@ class MeshTensor(torch.Tensor):
     record_stream = memory_access.record_stream
     is_set_to = memory_access.is_set_to
     untyped_storage = memory_access.untyped_storage
+    as_subclass = memory_access.as_subclass
     apply_ = refusing(
         "call a Python function for each element of {}",
         "Use torch ops, or to_local().apply_(), which runs on this part.",
@@ -534,6 +535,7 @@ fold_no_collectives()
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
+parametrize_through(MeshTensor, memory_access.give_values)
 take_control_flow(MeshTensor)
 refuse_placing_tools(MeshTensor)
 write_formulas()
