@@ -130,11 +130,53 @@ def test_saved_statistics_have_the_dtype_of_one_device(pool, layout):
     pool.run(saves_in_the_dtype_of_one_device, layout)
 
 
+WRITES = {
+    "a number": lambda x: x.add_(1),
+    "itself": lambda x: x.mul_(x),
+    "a function": torch.Tensor.exp_,
+    "chance": torch.Tensor.uniform_,
+    "along a dim": lambda x: x.cumsum_(0),
+    "out=": lambda x: torch.add(x, 1, out=x),
+    "a list": lambda x: torch._foreach_add_([x], 1),
+    "rows": lambda x: x.index_add_(0, torch.zeros_like(x[:, 0], dtype=torch.int64), torch.ones_like(x)),
+}
+
+
+def refuses_shared_places(name, shape, layout):
+    expanded = torch.ones(shape).expand(3, 2)
+    message = "more than one element"
+    with pytest.raises(RuntimeError, match=message):
+        WRITES[name](expanded)
+    x = sw.distribute_tensor(torch.ones(shape), mesh((4,)), layout).expand(3, 2)
+    with pytest.raises(RuntimeError, match=message):
+        WRITES[name](x)
+    assert x.sum().item() == 6
+
+
+@pytest.mark.parametrize(("shape", "layout"), [((1, 2), [Shard(1)]), ((1, 2), [Replicate()]), ((3, 1), [Shard(0)])])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_shared_places_is_refused_on_every_rank(pool, name, shape, layout):
+    pool.run(refuses_shared_places, name, shape, layout)
+
+
+def takes_shared_places(layout):
+    base = torch.ones(1, 2)
+    x, expected = sw.distribute_tensor(base, mesh((4,)), layout).expand(3, 2), base.expand(3, 2)
+    for t in (x, expected):
+        t.fill_(3.0)
+    torch.testing.assert_close(x.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(1)]])
+def test_a_kernel_that_takes_shared_places_writes_them(pool, layout):
+    pool.run(takes_shared_places, layout)
+
+
 def asked_on_a_card(monkeypatch, calls):
     """The ops whose kernels would be asked on a mesh of cards."""
     asked = []
 
-    def raised(op, device_type, values, instead):
+    def raised(op, device_type, values, instead, shared=()):
         asked.append((op, device_type))
 
     monkeypatch.setattr(kernel_dtypes, "_raised", raised)

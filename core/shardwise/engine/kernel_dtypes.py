@@ -1,4 +1,4 @@
-"""Whether the kernels of a device take the dtypes of a call. Only the kernels know.
+"""Whether the kernels of a device take the dtypes of a call, and what it writes. Only the kernels know.
 
 The meta device computes shapes for dtypes that the kernels of a device refuse. A lowering made of other ops would then
 return numbers where torch raises, and ranks with empty shards would go on where others raise. So the first call of an
@@ -10,6 +10,10 @@ are asked, with integers beside other dtypes only where no operand's name is tha
 arguments are numbers, flags, or the geometry of a window. A call with a window is asked with operands of its own
 shapes, if they are small.
 
+An operand that is written may have several elements in one place, as an expanded tensor has. Some kernels take it,
+most refuse it, and the meta device takes it. A shard may have one element of each place, or none, so its kernel would
+write where one device raises. So the first such call runs the kernel once on a few elements in one place.
+
 A card is asked less. A kernel of the CPU that meets an index out of range raises. One of CUDA fails an assertion, and
 then the process can do nothing more on its card. So no kernel of a card gets made-up places, or made-up masks.
 """
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -32,7 +36,7 @@ from shardwise.kernel.symbols import guess
 from shardwise.private_torch.fake import has_cuda
 from shardwise.private_torch.ops import direct_call, draws
 
-__all__ = ["refuse_dtypes"]
+__all__ = ["refuse_dtypes", "refuse_shared_places"]
 
 # The dtypes for which torch writes every kernel: where all operands have one of them, nobody needs to ask.
 _ALWAYS = frozenset({torch.float32, torch.float64})
@@ -107,6 +111,40 @@ def refuse_dtypes(schema: OpSchema) -> None:
     refusal = _known[key]
     if refusal is not None:
         raise type(refusal)(*refusal.args)
+
+
+def refuse_shared_places(schema: OpSchema) -> None:
+    """Raise what the op's kernel raises where elements of an operand that it writes share memory."""
+    shared = [i for i in schema.written if _shares_places(schema.specs[i])]
+    if not shared:
+        return
+    there = [i for i, spec in enumerate(schema.specs) if spec is not None]
+    numbers = frozenset(there.index(i) for i in shared)
+    key = (schema.op, schema.mesh.device_type, freeze([s and (s.dtype, s.ndim) for s in schema.specs]), numbers)
+    if key not in _known:
+        _known[key] = _refusal_of_places(schema.op, schema.mesh.device_type, schema.values, numbers)
+    refusal = _known[key]
+    if refusal is not None:
+        raise type(refusal)(*refusal.args)
+
+
+def _shares_places(spec: TensorSpec | None) -> bool:
+    if spec is None or all(spec.stride):
+        return False
+    shape = [int(guess(n)) for n in spec.shape]
+    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, spec.stride, strict=True))
+
+
+def _refusal_of_places(op: Op, device_type: str, values: Sequence[Any], shared: frozenset[int]) -> Exception | None:
+    """What the kernel raises if some operands are expanded, where it raises nothing if they are not."""
+    # A number is not a size, and whether a kernel takes it is not asked here.
+    without_numbers = [
+        None if arg.kind is Kind.BY_TYPE else value for arg, value in zip(signature(op).args, values, strict=True)
+    ]
+    if not _has_kernels(device_type) or not _may_ask(op, device_type, without_numbers):
+        return None
+    refusal = _raised(op, device_type, values, {}, shared)
+    return None if refusal is None or _raised(op, device_type, values, {}) is not None else refusal
 
 
 def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | None:
@@ -201,8 +239,16 @@ def _specs(values: Sequence[Any]) -> Iterator[TensorSpec]:
             yield from _specs(value)
 
 
-def _raised(op: Op, device_type: str, values: Sequence[Any], instead: Mapping[int, torch.dtype]) -> Exception | None:
-    """What the kernel raises. ``instead`` has other dtypes for the tensor operands of some numbers."""
+def _raised(
+    op: Op,
+    device_type: str,
+    values: Sequence[Any],
+    instead: Mapping[int, torch.dtype],
+    shared: Collection[int] = (),
+) -> Exception | None:
+    """What the kernel raises. ``instead`` has other dtypes for the tensor operands of some numbers. Of those in
+    ``shared`` all elements lie in one place.
+    """
     numbers = count()
     # At most two elements a dim: sizes that are equal stay equal, and indices of ones stay in range.
     most = math.inf if _has_window(op, values) else 2
@@ -210,12 +256,19 @@ def _raised(op: Op, device_type: str, values: Sequence[Any], instead: Mapping[in
     def stand_in(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             shape = [int(min(int(guess(n)), most)) for n in value.shape]
-            return torch.ones(shape, dtype=instead.get(next(numbers), value.dtype), device=device_type)
+            number = next(numbers)
+            ones = torch.ones(
+                () if number in shared else shape, dtype=instead.get(number, value.dtype), device=device_type
+            )
+            return ones.expand(shape)
         if isinstance(value, (tuple, list)):
             return [stand_in(part) for part in value]
         return value
 
-    args, kwargs = signature(op).unbind([stand_in(value) for value in values])
+    named = zip(signature(op).args, values, strict=True)
+    args, kwargs = signature(op).unbind(
+        [torch.Generator(device_type) if arg.name == "generator" else stand_in(value) for arg, value in named]
+    )
     try:
         with torch.no_grad(), torch.autocast(device_type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
