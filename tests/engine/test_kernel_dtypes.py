@@ -85,6 +85,20 @@ def test_what_a_kernel_takes_is_computed(pool, name, tensor, options, layout):
     pool.run(computes_as_torch_does, name, tensor, options, layout)
 
 
+def asks_for_empty_operands_apart():
+    m = mesh((4,))
+    rows = {n: sw.distribute_tensor(torch.ones(3, 1, n, dtype=torch.bool), m, [Replicate()]) for n in (0, 1)}
+    with pytest.raises(NotImplementedError, match="not implemented for 'Bool'"):
+        torch.bmm(rows[1], rows[1].mT)
+    assert not torch.bmm(rows[0], rows[0].mT).any()
+
+
+def test_a_kernel_is_asked_apart_for_operands_without_elements(pool):
+    empty = torch.ones(3, 1, 0, dtype=torch.bool)
+    assert not torch.bmm(empty, empty.mT).any()  # it has nothing to do
+    pool.run(asks_for_empty_operands_apart)
+
+
 ROWS = torch.linspace(-1, 1, 32).view(8, 4)
 PER_CHANNEL = torch.ones(4)
 SEVERAL = {

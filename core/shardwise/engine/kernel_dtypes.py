@@ -105,7 +105,7 @@ def refuse_dtypes(schema: OpSchema) -> None:
         return
     # What a window does with operands of several dtypes may depend on the algorithm that torch takes for their sizes.
     sizes = tuple(schema.values) if mixed and _has_window(schema.op, schema.values) else ()
-    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, freeze(_metas(sizes)))
+    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, _empty(schema), freeze(_metas(sizes)))
     if key not in _known:
         _known[key] = _refusal(schema.op, schema.mesh.device_type, schema.values)
     refusal = _known[key]
@@ -120,12 +120,18 @@ def refuse_shared_places(schema: OpSchema) -> None:
         return
     there = [i for i, spec in enumerate(schema.specs) if spec is not None]
     numbers = frozenset(there.index(i) for i in shared)
-    key = (schema.op, schema.mesh.device_type, freeze([s and (s.dtype, s.ndim) for s in schema.specs]), numbers)
+    described = freeze([s and (s.dtype, s.ndim) for s in schema.specs])
+    key = (schema.op, schema.mesh.device_type, described, numbers, _empty(schema))
     if key not in _known:
         _known[key] = _refusal_of_places(schema.op, schema.mesh.device_type, schema.values, numbers)
     refusal = _known[key]
     if refusal is not None:
         raise type(refusal)(*refusal.args)
+
+
+def _empty(schema: OpSchema) -> tuple[bool, ...]:
+    """Which operands have no elements: a kernel that has nothing to do refuses nothing."""
+    return tuple(spec is not None and 0 in map(guess, spec.shape) for spec in schema.specs)
 
 
 def _shares_places(spec: TensorSpec | None) -> bool:
