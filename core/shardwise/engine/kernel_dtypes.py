@@ -24,6 +24,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ import torch
 from shardwise.kernel.nested import freeze
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, signature
-from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.spec import SymbolicSpec, TensorSpec
 from shardwise.kernel.symbols import guess
 from shardwise.private_torch.fake import has_cuda
 from shardwise.private_torch.ops import direct_call, draws
 
-__all__ = ["refuse_dtypes", "refuse_shared_places"]
+__all__ = ["is_safe_to_ask", "refuse_dtypes", "refuse_shared_places", "run_on_ones"]
 
 # The dtypes for which torch writes every kernel: where all operands have one of them, nobody needs to ask.
 _ALWAYS = frozenset({torch.float32, torch.float64})
@@ -237,12 +238,26 @@ def _elements(values: Sequence[Any]) -> Iterator[int]:
     return (math.prod(int(guess(n)) for n in spec.shape) for spec in _specs(values))
 
 
+def _places(spec: TensorSpec) -> int:
+    """How many elements the memory of a tensor has, with the gaps between them."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(spec.shape, spec.stride, strict=True) if n > 1)
+
+
 def _specs(values: Sequence[Any]) -> Iterator[TensorSpec]:
     for value in values:
         if isinstance(value, TensorSpec):
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _specs(value)
+
+
+def is_safe_to_ask(op: Op, values: Sequence[Any]) -> bool:
+    """Whether a kernel of the CPU may run on ones of the shapes that a call has, whatever its other arguments."""
+    if op.namespace != "aten" or draws(op) or _is_view(op) or op.__name__.startswith(_TRUSTING):
+        return False
+    if any(isinstance(spec, SymbolicSpec) for spec in _specs(values)) or sum(map(_places, _specs(values))) > _SMALL:
+        return False
+    return not _reads_by_operands(op, _PLACES)
 
 
 def _raised(
@@ -252,21 +267,36 @@ def _raised(
     instead: Mapping[int, torch.dtype],
     shared: Collection[int] = (),
 ) -> Exception | None:
-    """What the kernel raises. ``instead`` has other dtypes for the tensor operands of some numbers. Of those in
-    ``shared`` all elements lie in one place.
+    """What the kernel raises on a few ones. ``instead`` has other dtypes for the tensor operands of some numbers. Of
+    those in ``shared`` all elements lie in one place.
     """
-    numbers = count()
     # At most two elements a dim: sizes that are equal stay equal, and indices of ones stay in range.
     most = math.inf if _has_window(op, values) else 2
+    return run_on_ones(op, device_type, values, instead, shared, most)[0]
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def run_on_ones(
+    op: Op,
+    device_type: str,
+    values: Sequence[Any],
+    instead: Mapping[int, torch.dtype] = MappingProxyType({}),
+    shared: Collection[int] = (),
+    most: float = math.inf,
+) -> tuple[Exception | None, Any]:
+    """What the kernel raises on operands of ones, of at most so many elements a dim, and what it returns."""
+    numbers = count()
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             shape = [int(min(int(guess(n)), most)) for n in value.shape]
             number = next(numbers)
-            ones = torch.ones(
-                () if number in shared else shape, dtype=instead.get(number, value.dtype), device=device_type
-            )
-            return ones.expand(shape)
+            stride = [0] * len(shape) if number in shared else value.stride if most == math.inf else _dense(shape)
+            ones = torch.empty_strided(shape, stride, dtype=instead.get(number, value.dtype), device=device_type)
+            return ones.fill_(1)
         if isinstance(value, (tuple, list)):
             return [stand_in(part) for part in value]
         return value
@@ -278,7 +308,6 @@ def _raised(
     try:
         with torch.no_grad(), torch.autocast(device_type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            direct_call(op)(*args, **kwargs)
+            return None, direct_call(op)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  # whatever the kernel raises
-        return error
-    return None
+        return error, None
