@@ -87,12 +87,13 @@ def _on_meta(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:
     """Torch's meta kernel does not compare the channels of a transposed convolution, and a rank without positions would
     not either.
     """
-    transposed = rest[4] if len(rest) > 4 else named["transposed"]
-    channels = x.shape[1] if x.ndim == weight.ndim else weight.shape[0]
-    if transposed and isinstance(channels, int) and isinstance(weight.shape[0], int) and channels != weight.shape[0]:
+    bound = dict(zip(("bias", "stride", "padding", "dilation", "transposed"), rest, strict=False))
+    transposed = (bound | named)["transposed"]
+    sizes: tuple[Any, ...] = (x.shape[1] if x.ndim == weight.ndim else weight.shape[0], weight.shape[0])
+    if transposed and not any(isinstance(n, torch.SymInt) for n in sizes) and sizes[0] != sizes[1]:
         raise RuntimeError(
             f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(x.shape)} to have "
-            f"{weight.shape[0]} channels, but got {channels} channels instead"
+            f"{sizes[1]} channels, but got {sizes[0]} channels instead"
         )
     op = aten.convolution.out if "out" in named else aten.convolution.default
     return op(x, weight, *rest, **named)

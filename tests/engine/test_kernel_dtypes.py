@@ -99,6 +99,19 @@ def test_a_kernel_is_asked_apart_for_operands_without_elements(pool):
     pool.run(asks_for_empty_operands_apart)
 
 
+def refuses_integers_without_elements(layout):
+    x = sw.distribute_tensor(torch.ones(2, 0, dtype=torch.int64), mesh((4,)), layout)
+    with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
+        x.softmax(0)
+    assert x.sum().item() == 0
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+def test_a_lowering_gets_no_dtype_that_its_kernel_refuses(pool, layout):
+    """Not even without elements: one device returns nothing, and a rank would reduce what it has not."""
+    pool.run(refuses_integers_without_elements, layout)
+
+
 ROWS = torch.linspace(-1, 1, 32).view(8, 4)
 PER_CHANNEL = torch.ones(4)
 SEVERAL = {

@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from shardwise.kernel.nested import freeze
 from shardwise.kernel.schema import OpSchema
@@ -95,8 +96,12 @@ _SMALL = 1 << 16
 _known: dict[Any, Exception | None] = {}
 
 
-def refuse_dtypes(schema: OpSchema) -> None:
-    """Raise what the op's kernel raises for the dtypes of this call's operands, if it takes other dtypes."""
+def refuse_dtypes(schema: OpSchema, *, lowers: bool = False) -> None:
+    """Raise what the op's kernel raises for the dtypes of this call's operands, if it takes other dtypes.
+
+    Of operands without elements a kernel takes any dtype. A rule that ``lowers`` need not, so its calls are asked as if
+    they had some.
+    """
     dtypes = [None if spec is None else spec.dtype for spec in schema.specs]
     there = {dtype for dtype in dtypes if dtype is not None}
     mixed = len(there) > 1
@@ -106,9 +111,11 @@ def refuse_dtypes(schema: OpSchema) -> None:
         return
     # What a window does with operands of several dtypes may depend on the algorithm that torch takes for their sizes.
     sizes = tuple(schema.values) if mixed and _has_window(schema.op, schema.values) else ()
-    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, _empty(schema), freeze(_metas(sizes)))
+    empty = () if lowers else _empty(schema)
+    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, empty, freeze(_metas(sizes)))
     if key not in _known:
-        _known[key] = _refusal(schema.op, schema.mesh.device_type, schema.values)
+        values = _with_elements(schema.values) if lowers else schema.values
+        _known[key] = _refusal(schema.op, schema.mesh.device_type, values)
     refusal = _known[key]
     if refusal is not None:
         raise type(refusal)(*refusal.args)
@@ -133,6 +140,14 @@ def refuse_shared_places(schema: OpSchema) -> None:
 def _empty(schema: OpSchema) -> tuple[bool, ...]:
     """Which operands have no elements: a kernel that has nothing to do refuses nothing."""
     return tuple(spec is not None and 0 in map(guess, spec.shape) for spec in schema.specs)
+
+
+def _with_elements(values: Any) -> Any:
+    """The values with one element in each dim that has none."""
+    if isinstance(values, TensorSpec):
+        meta = values.tensor_meta
+        return evolve(values, tensor_meta=evolve(meta, shape=tuple(1 if guess(n) == 0 else n for n in meta.shape)))
+    return tuple(map(_with_elements, values)) if isinstance(values, (tuple, list)) else values
 
 
 def _shares_places(spec: TensorSpec | None) -> bool:
