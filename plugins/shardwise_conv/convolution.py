@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from attrs import evolve
+from torch import Tensor
 
 from shardwise.rule import (
     REPLICATE,
@@ -82,6 +83,22 @@ def _multiply_adds(call: Call, result: TensorMeta | None) -> float:
     return 2.0 * (0 if positions is None else positions.numel) * weight.numel / max(weight.shape[0], 1)
 
 
+def _on_meta(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:
+    """Torch's meta kernel does not compare the channels of a transposed convolution, and a rank without positions would
+    not either.
+    """
+    bound = dict(zip(("bias", "stride", "padding", "dilation", "transposed"), rest, strict=False))
+    transposed = (bound | named)["transposed"]
+    sizes: tuple[Any, ...] = (x.shape[1] if x.ndim == weight.ndim else weight.shape[0], weight.shape[0])
+    if transposed and not any(isinstance(n, torch.SymInt) for n in sizes) and sizes[0] != sizes[1]:
+        raise RuntimeError(
+            f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(x.shape)} to have "
+            f"{sizes[1]} channels, but got {sizes[0]} channels instead"
+        )
+    op = aten.convolution.out if "out" in named else aten.convolution.default
+    return op(x, weight, *rest, **named)
+
+
 # Affine in the input and in the weight. A bias that every rank has whole would be added to a partial sum once per rank.
 AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
 
@@ -90,6 +107,7 @@ AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, av
     [aten.convolution.default, aten.convolution.out],
     local_args=_local_sizes,
     lowering=convolve,
+    meta=_on_meta,
     results=strides_of_kernel,
     work=lambda call: _multiply_adds(call, call.outputs[0]),
 )

@@ -25,7 +25,10 @@ def resolve(local: LocalCall, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
     whole = x
     for mesh_dim, kind in reversed(spec.reductions.items()):
         whole = local.comm.all_reduce(whole, kind, (mesh_dim,))
-    local.call.op(x.copy_(whole), *rest, **named)
+    # The op may raise, and then ``x`` must be what it was: it runs on other memory first.
+    whole = whole.clone() if whole is x else whole
+    local.call.op(whole, *rest, **named)
+    x.copy_(whole)
     for kind in _ONCE:
         if local.counting_dims(spec, kind=kind):
             x.copy_(tensor_if(local.counts(spec, kind=kind), x, neutral(kind, x.dtype)))

@@ -22,10 +22,16 @@ def _gather_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: A
     return picked.masked_fill_(~owned.mine, neutral("sum", picked.dtype))
 
 
+def _is_empty(x: TensorMeta) -> bool:
+    """Whether there is nothing to pick from: the kernel says so, and then every rank must have an index for it."""
+    sizes: tuple[Any, ...] = tuple(x.shape)
+    return any(not isinstance(n, torch.SymInt) and n == 0 for n in sizes)
+
+
 @rule_from([aten.gather.default, aten.gather.out], lowering=_gather_own)
 def GATHER(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
     """Other dims together if the index covers them; the index also along the dim; a sharded dim is masked."""
-    if x.ndim != index.ndim or not x.ndim:
+    if x.ndim != index.ndim or not x.ndim or _is_empty(x):
         return Flow([None], [None], moves="self")
     at = dim_of(dim, x.ndim)
     names = labels(x.ndim, {d for d in range(x.ndim) if x.shape[d] != index.shape[d]})
@@ -50,7 +56,7 @@ def _select_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: A
 @rule_from([aten.index_select.default, aten.index_select.out], lowering=_select_own)
 def INDEX_SELECT(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
     """Other dims pass; in the result the index's dim replaces the indexed one; a sharded dim is masked."""
-    if not x.ndim:
+    if not x.ndim or _is_empty(x):
         return Flow([None], [None], moves="self")
     at = dim_of(dim, x.ndim)
     names = labels(x.ndim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import rank_failures
-from shardwise.comm.failure_notes import Note
+from shardwise.comm.failure_notes import ENDED, GONE, Note, World
 from shardwise.errors import RankFailedError, WorkerError
 from shardwise.testing import WorkerPool
 
@@ -354,6 +355,99 @@ def test_an_error_that_nobody_catches_ends_the_other_process(failing: int) -> No
         f"RankFailedError: wait for the other ranks in a collective: rank {failing} has failed: ValueError"
         in (errors[1 - failing])
     )
+
+
+def one_rank_ends_after_an_error_of_all() -> None:
+    """Every rank raises and catches the same error, and then one of them comes to its end before the others."""
+    x = sharded(torch.tensor([6, 6]))
+    with contextlib.suppress(RuntimeError):
+        x // 0
+    if torch.distributed.get_rank() != BAD:
+        x.sum().full_tensor()
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_rank_that_ends_after_it_caught_what_every_rank_raised_ends_the_others(pair: WorkerPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        pair.run(one_rank_ends_after_an_error_of_all, timeout=60)
+    assert time.monotonic() - start < 20
+    failure, none = caught.value.errors
+    assert failure.kind == "RankFailedError"
+    assert (
+        "rank 1 has failed: its program has ended: it had caught RuntimeError in aten.floor_divide" in failure.message
+    )
+    assert none is None
+
+
+def one_rank_meets_the_others_in_finally() -> None:
+    x = sharded(torch.ones(2))
+    try:
+        if torch.distributed.get_rank() == BAD:
+            raise ValueError("no more batches")
+        x.sum().full_tensor()
+    finally:
+        torch.distributed.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_rank_that_waits_while_it_handles_an_error_says_which(pair: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pair.run(one_rank_meets_the_others_in_finally, timeout=60)
+    for failure in caught.value.errors:
+        assert "rank 1: waits in torch.distributed." in failure.message + failure.traceback
+        assert "after ValueError: no more batches" in failure.message + failure.traceback
+
+
+ENDS_A_THREAD = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+rank, port, failing = (int(word) for word in sys.argv[1:4])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+import shardwise as sw
+from torch.distributed.device_mesh import init_device_mesh
+x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+ended = []
+
+def work():
+    if rank == failing:
+        raise ValueError("no more batches")
+    try:
+        x.sum().full_tensor()
+    finally:
+        ended.append(time.time())
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_an_error_that_ended_a_thread_is_named() -> None:
+    errors = [error for _, error in run_pair(ENDS_A_THREAD, BAD)]
+    assert "ValueError: no more batches" in errors[BAD]
+    said = "its program has ended: one of its threads had ended by ValueError, no more batches"
+    assert f"rank {BAD} has failed: {said}" in errors[0]
+
+
+def test_the_first_rank_does_not_wait_for_one_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank lets the others read why it ends; one that has come to its end does not come to read."""
+    waited_for: list[int] = []
+    world = World(None, 0, 4, "", lambda: None)
+    monkeypatch.setattr(World, "let_others_read", lambda _, number: waited_for.append(number))
+    monkeypatch.setattr(rank_failures, "current_world", lambda: world)
+    monkeypatch.setattr(rank_failures, "PROCESS", type(rank_failures.PROCESS)())
+    monkeypatch.setattr(rank_failures, "leave_native_ends", lambda: None)
+    monkeypatch.setattr(rank_failures.gc, "freeze", lambda: None)
+    for kind in (ENDED, GONE, "ValueError"):
+        world.own = Note(2, "", kind, "", "", 1, is_final=True)
+        rank_failures._leave_world()
+    assert waited_for == [3, 3, 4]
 
 
 # -- programs that do not wait when another rank fails ----------------------------------------------------------------

@@ -85,6 +85,33 @@ def test_what_a_kernel_takes_is_computed(pool, name, tensor, options, layout):
     pool.run(computes_as_torch_does, name, tensor, options, layout)
 
 
+def asks_for_empty_operands_apart():
+    m = mesh((4,))
+    rows = {n: sw.distribute_tensor(torch.ones(3, 1, n, dtype=torch.bool), m, [Replicate()]) for n in (0, 1)}
+    with pytest.raises(NotImplementedError, match="not implemented for 'Bool'"):
+        torch.bmm(rows[1], rows[1].mT)
+    assert not torch.bmm(rows[0], rows[0].mT).any()
+
+
+def test_a_kernel_is_asked_apart_for_operands_without_elements(pool):
+    empty = torch.ones(3, 1, 0, dtype=torch.bool)
+    assert not torch.bmm(empty, empty.mT).any()  # it has nothing to do
+    pool.run(asks_for_empty_operands_apart)
+
+
+def refuses_integers_without_elements(layout):
+    x = sw.distribute_tensor(torch.ones(2, 0, dtype=torch.int64), mesh((4,)), layout)
+    with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
+        x.softmax(0)
+    assert x.sum().item() == 0
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+def test_a_lowering_gets_no_dtype_that_its_kernel_refuses(pool, layout):
+    """Not even without elements: one device returns nothing, and a rank would reduce what it has not."""
+    pool.run(refuses_integers_without_elements, layout)
+
+
 ROWS = torch.linspace(-1, 1, 32).view(8, 4)
 PER_CHANNEL = torch.ones(4)
 SEVERAL = {
@@ -130,11 +157,53 @@ def test_saved_statistics_have_the_dtype_of_one_device(pool, layout):
     pool.run(saves_in_the_dtype_of_one_device, layout)
 
 
+WRITES = {
+    "a number": lambda x: x.add_(1),
+    "itself": lambda x: x.mul_(x),
+    "a function": torch.Tensor.exp_,
+    "chance": torch.Tensor.uniform_,
+    "along a dim": lambda x: x.cumsum_(0),
+    "out=": lambda x: torch.add(x, 1, out=x),
+    "a list": lambda x: torch._foreach_add_([x], 1),
+    "rows": lambda x: x.index_add_(0, torch.zeros_like(x[:, 0], dtype=torch.int64), torch.ones_like(x)),
+}
+
+
+def refuses_shared_places(name, shape, layout):
+    expanded = torch.ones(shape).expand(3, 2)
+    message = "more than one element"
+    with pytest.raises(RuntimeError, match=message):
+        WRITES[name](expanded)
+    x = sw.distribute_tensor(torch.ones(shape), mesh((4,)), layout).expand(3, 2)
+    with pytest.raises(RuntimeError, match=message):
+        WRITES[name](x)
+    assert x.sum().item() == 6
+
+
+@pytest.mark.parametrize(("shape", "layout"), [((1, 2), [Shard(1)]), ((1, 2), [Replicate()]), ((3, 1), [Shard(0)])])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_shared_places_is_refused_on_every_rank(pool, name, shape, layout):
+    pool.run(refuses_shared_places, name, shape, layout)
+
+
+def takes_shared_places(layout):
+    base = torch.ones(1, 2)
+    x, expected = sw.distribute_tensor(base, mesh((4,)), layout).expand(3, 2), base.expand(3, 2)
+    for t in (x, expected):
+        t.fill_(3.0)
+    torch.testing.assert_close(x.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(1)]])
+def test_a_kernel_that_takes_shared_places_writes_them(pool, layout):
+    pool.run(takes_shared_places, layout)
+
+
 def asked_on_a_card(monkeypatch, calls):
     """The ops whose kernels would be asked on a mesh of cards."""
     asked = []
 
-    def raised(op, device_type, values, instead):
+    def raised(op, device_type, values, instead, shared=()):
         asked.append((op, device_type))
 
     monkeypatch.setattr(kernel_dtypes, "_raised", raised)

@@ -165,6 +165,22 @@ CONVOLUTION_LAYOUTS = {
 }
 
 
+def refuses_other_channels(layout):
+    x, weight = torch.ones(1, 6, 2, 3), torch.ones(4, 2, 2, 3)
+    refusal = "to have 4 channels, but got 6 channels instead"
+    with pytest.raises(RuntimeError, match=refusal):
+        functional.conv_transpose2d(x, weight)
+    placed = sw.distribute_tensor(x, mesh((4,)), layout)
+    with pytest.raises(RuntimeError, match=refusal):
+        functional.conv_transpose2d(placed, sw.distribute_tensor(weight, mesh((4,)), [Replicate()]))
+    assert placed.sum().item() == 36
+
+
+@pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)], [Shard(3)]])
+def test_a_transposed_convolution_of_other_channels_is_refused_on_every_rank(pool, layout):
+    pool.run(refuses_other_channels, layout)
+
+
 @pytest.mark.parametrize("layout", CONVOLUTION_LAYOUTS)
 def test_a_convolution_and_its_gradients(pool, layout):
     def call(x, weight, bias):

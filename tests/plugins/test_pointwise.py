@@ -180,6 +180,15 @@ def in_place_results_keep_their_placement():
     assert x.placements == (Shard(0), Shard(1))
 
 
+def an_error_leaves_what_it_would_have_written():
+    for kind in ("sum", "avg", "product"):
+        p = sw.MeshTensor.from_local(torch.arange(1.0, 4.0).to(torch.complex64), mesh((4,)), [Partial(kind)])
+        before = p.full_tensor()
+        with pytest.raises(RuntimeError, match="clamp is not supported for complex"):
+            p.clamp_min_(1)
+        assert torch.equal(p.full_tensor(), before)
+
+
 ACTIVATIONS = [
     *(F.relu, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.softplus, F.logsigmoid, F.hardtanh, F.hardswish),
     *(F.hardsigmoid, F.leaky_relu, F.relu6, F.softsign, F.tanhshrink, F.hardshrink, F.softshrink, torch.tanh),
@@ -209,6 +218,7 @@ def activations_and_their_gradients():
         numbers_beside_partial_sums,
         division_by_zero_keeps_the_sign_of_the_sum,
         in_place_results_keep_their_placement,
+        an_error_leaves_what_it_would_have_written,
         activations_and_their_gradients,
     ],
 )

@@ -456,3 +456,28 @@ def test_cat_writes_to_a_row_of_a_larger_tensor():
     only = evolve(joining.CAT, ops=(aten.cat.out,))
     samples = [(([torch.randn(3, 1, 6)], 1), {"out": torch.empty(3, 1, 6)})]
     assert check_rule(only, samples, meshes=[(2, 2), (3, 2)]).cases
+
+
+PICKS = {
+    "rows": lambda x, index: torch.index_select(x, 0, index),
+    "elements": lambda x, index: torch.gather(x, 0, index[:, None].expand(-1, 4)),
+}
+
+
+def picks_from_nothing(name, layout, index_layout):
+    x, index = torch.ones(0, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(RuntimeError) as expected:
+        PICKS[name](x, index)
+    placed = sw.distribute_tensor(x, mesh((4,)), layout)
+    with pytest.raises(RuntimeError) as refusal:
+        PICKS[name](placed, sw.distribute_tensor(index, mesh((4,)), index_layout))
+    assert str(refusal.value).partition("\n")[0] == str(expected.value).partition("\n")[0]
+    assert placed.sum().item() == 0
+
+
+@pytest.mark.parametrize("index_layout", [[Replicate()], [Shard(0)]])
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+@pytest.mark.parametrize("name", PICKS)
+def test_a_pick_from_nothing_is_refused_on_every_rank(pool, name, layout, index_layout):
+    """Two ranks have an index, and two have none."""
+    pool.run(picks_from_nothing, name, layout, index_layout)

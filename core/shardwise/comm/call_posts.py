@@ -14,7 +14,7 @@ from typing import Any
 from attrs import asdict, define, field
 
 from shardwise.comm.collective_log import KEPT, Call, CollectiveLog
-from shardwise.comm.failure_notes import Note, Wait, World
+from shardwise.comm.failure_notes import ENDED, Note, Wait, World
 from shardwise.errors import RankDisagreementError
 
 __all__ = ["compare_calls", "first_difference", "has_issued", "latest_post", "lines_by_rank", "post_calls"]
@@ -115,7 +115,8 @@ def _tell_apart(world: World, posts: _Posts, log: CollectiveLog, now: float) -> 
     number, calls = first_difference(rings)
     if number is None:
         return
-    if world.own is not None or any(note.message for note in world.read(list(log.ranks)).values()):
+    notes = world.read(list(log.ranks)).values()
+    if world.own is not None or any(note.message and note.kind != ENDED for note in notes):
         return  # an error of one rank is why they differ, and it says more
     lines = lines_by_rank({rank: f"{call}" for rank, call in calls.items()})
     if number == 0:

@@ -279,13 +279,15 @@ class World:
 @define(eq=False)
 class _Process:
     """What a process has: the number of the one whose thread watches (one that is forked from it has neither its thread
-    nor its rank), the current world, whether it is ending, and what has the thread look at once.
+    nor its rank), the current world, whether it is ending, what has the thread look at once, and the last error that
+    has ended a thread.
     """
 
     watched: int | None = None
     world: World | None = None
     is_ending: threading.Event = field(factory=threading.Event)
     wakes: threading.Event = field(factory=threading.Event)
+    ended_thread: str = ""
 
 
 PROCESS = _Process()

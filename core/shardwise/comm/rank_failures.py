@@ -120,6 +120,17 @@ def _install() -> None:
         before(kind, error, trace)
 
     sys.excepthook = tell_and_report
+    of_threads = threading.excepthook
+
+    def remember_and_report(args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value
+        if error is not None:
+            explain(error)
+            if not isinstance(error, (*_TOLD_ALREADY, SystemExit)):
+                PROCESS.ended_thread = f"one of its threads had ended by {type(error).__name__}, {_first_line(error)}"
+        of_threads(args)
+
+    threading.excepthook = remember_and_report
     at_native_end(end_with_reason)
     atexit.register(_leave, watcher)
     Finalize(None, _leave, (watcher,), exitpriority=0)  # a process of multiprocessing ends without atexit
@@ -250,13 +261,22 @@ def start_anew() -> None:
 def end_program() -> None:
     """Tell the others that this rank has come to the end of its program, and issues nothing more until it starts anew.
 
-    Not final: what this rank has sent may still be on its way.
+    Not final: what this rank has sent may still be on its way. An error that it has caught, or that has ended one of
+    its threads, may be why it ended before others, so the note has it.
     """
     world = current_world()
-    if world is not None and world.own is None:
+    if world is not None and (world.own is None or not world.own.is_final):
         with suppress(RuntimeError):
             post_calls(world)
-        world.write(Note(world.rank, "", ENDED, "", "", 1, is_final=False))
+        world.write(Note(world.rank, "", ENDED, _last_error(world), "", 1, is_final=False))
+
+
+def _last_error(world: World) -> str:
+    """What a rank says of the last error that has not ended its program."""
+    if world.own is not None and world.own.kind != ENDED:
+        where = f" in {world.own.op}" if world.own.op else ""
+        return f"it had caught {world.own.kind}{where}, {world.own.message}"
+    return PROCESS.ended_thread
 
 
 def groups_are_closed() -> bool:
@@ -372,11 +392,11 @@ def _leave_world() -> None:
     leave_native_ends()
     if world is None:
         return
-    if world.own is None:
+    if world.own is None or not world.own.is_final:
         if is_reachable(world.store):
             end_program()
         return
-    world.let_others_read(world.size - (world.own.kind == GONE))
+    world.let_others_read(world.size - (world.own.kind in (GONE, ENDED)))  # that rank has left, or does not say so
     # Python would look at all objects several times before it ends: for seconds, where other ranks compile meanwhile.
     # Garbage is still collected once, since it may be a file to which something is left to write.
     gc.collect()

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
+from attrs import evolve
 
 from shardwise.comm.call_posts import compare_calls, has_issued
 from shardwise.comm.call_sites import TORCH, short_line, users_frame
@@ -185,7 +186,21 @@ def _have_come(world: World, rank: int) -> bool:
 
 
 def _wait(world: World, thread: int, frame: FrameType, awaited: Sequence[int] | None) -> Wait | None:
-    """What a thread waits for in a frame, in words."""
+    """What a thread waits for in a frame, in words. A thread in ``finally`` or ``except`` says what it handles."""
+    wait = _wait_in(world, thread, frame, awaited)
+    error = _handled(thread)
+    return wait if wait is None or not error else evolve(wait, text=f"{wait.text}, after {error}")
+
+
+def _handled(thread: int) -> str:
+    """The error that a thread handles; empty if there is none."""
+    error: Any = sys._current_exceptions().get(thread)  # noqa: SLF001  # documented
+    if isinstance(error, tuple):  # in Python 3.11
+        error = error[1]
+    return "" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}".rstrip(": ")
+
+
+def _wait_in(world: World, thread: int, frame: FrameType, awaited: Sequence[int] | None) -> Wait | None:
     if thread in world.compares:
         return world.compares[thread]
     user = users_frame(frame)

@@ -1,4 +1,4 @@
-"""Whether the kernels of a device take the dtypes of a call. Only the kernels know.
+"""Whether the kernels of a device take the dtypes of a call, and what it writes. Only the kernels know.
 
 The meta device computes shapes for dtypes that the kernels of a device refuse. A lowering made of other ops would then
 return numbers where torch raises, and ranks with empty shards would go on where others raise. So the first call of an
@@ -10,6 +10,10 @@ are asked, with integers beside other dtypes only where no operand's name is tha
 arguments are numbers, flags, or the geometry of a window. A call with a window is asked with operands of its own
 shapes, if they are small.
 
+An operand that is written may have several elements in one place, as an expanded tensor has. Some kernels take it,
+most refuse it, and the meta device takes it. A shard may have one element of each place, or none, so its kernel would
+write where one device raises. So the first such call runs the kernel once on a few elements in one place.
+
 A card is asked less. A kernel of the CPU that meets an index out of range raises. One of CUDA fails an assertion, and
 then the process can do nothing more on its card. So no kernel of a card gets made-up places, or made-up masks.
 """
@@ -18,21 +22,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from shardwise.kernel.nested import freeze
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, signature
-from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.spec import SymbolicSpec, TensorSpec
 from shardwise.kernel.symbols import guess
 from shardwise.private_torch.fake import has_cuda
 from shardwise.private_torch.ops import direct_call, draws
 
-__all__ = ["refuse_dtypes"]
+__all__ = ["is_safe_to_ask", "refuse_dtypes", "refuse_shared_places", "run_on_ones"]
 
 # The dtypes for which torch writes every kernel: where all operands have one of them, nobody needs to ask.
 _ALWAYS = frozenset({torch.float32, torch.float64})
@@ -90,8 +96,12 @@ _SMALL = 1 << 16
 _known: dict[Any, Exception | None] = {}
 
 
-def refuse_dtypes(schema: OpSchema) -> None:
-    """Raise what the op's kernel raises for the dtypes of this call's operands, if it takes other dtypes."""
+def refuse_dtypes(schema: OpSchema, *, lowers: bool = False) -> None:
+    """Raise what the op's kernel raises for the dtypes of this call's operands, if it takes other dtypes.
+
+    Of operands without elements a kernel takes any dtype. A rule that ``lowers`` need not, so its calls are asked as if
+    they had some.
+    """
     dtypes = [None if spec is None else spec.dtype for spec in schema.specs]
     there = {dtype for dtype in dtypes if dtype is not None}
     mixed = len(there) > 1
@@ -101,12 +111,62 @@ def refuse_dtypes(schema: OpSchema) -> None:
         return
     # What a window does with operands of several dtypes may depend on the algorithm that torch takes for their sizes.
     sizes = tuple(schema.values) if mixed and _has_window(schema.op, schema.values) else ()
-    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, freeze(_metas(sizes)))
+    empty = () if lowers else _empty(schema)
+    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, empty, freeze(_metas(sizes)))
     if key not in _known:
-        _known[key] = _refusal(schema.op, schema.mesh.device_type, schema.values)
+        values = _with_elements(schema.values) if lowers else schema.values
+        _known[key] = _refusal(schema.op, schema.mesh.device_type, values)
     refusal = _known[key]
     if refusal is not None:
         raise type(refusal)(*refusal.args)
+
+
+def refuse_shared_places(schema: OpSchema) -> None:
+    """Raise what the op's kernel raises where elements of an operand that it writes share memory."""
+    shared = [i for i in schema.written if _shares_places(schema.specs[i])]
+    if not shared:
+        return
+    there = [i for i, spec in enumerate(schema.specs) if spec is not None]
+    numbers = frozenset(there.index(i) for i in shared)
+    described = freeze([s and (s.dtype, s.ndim) for s in schema.specs])
+    key = (schema.op, schema.mesh.device_type, described, numbers, _empty(schema))
+    if key not in _known:
+        _known[key] = _refusal_of_places(schema.op, schema.mesh.device_type, schema.values, numbers)
+    refusal = _known[key]
+    if refusal is not None:
+        raise type(refusal)(*refusal.args)
+
+
+def _empty(schema: OpSchema) -> tuple[bool, ...]:
+    """Which operands have no elements: a kernel that has nothing to do refuses nothing."""
+    return tuple(spec is not None and 0 in map(guess, spec.shape) for spec in schema.specs)
+
+
+def _with_elements(values: Any) -> Any:
+    """The values with one element in each dim that has none."""
+    if isinstance(values, TensorSpec):
+        meta = values.tensor_meta
+        return evolve(values, tensor_meta=evolve(meta, shape=tuple(1 if guess(n) == 0 else n for n in meta.shape)))
+    return tuple(map(_with_elements, values)) if isinstance(values, (tuple, list)) else values
+
+
+def _shares_places(spec: TensorSpec | None) -> bool:
+    if spec is None or all(spec.stride):
+        return False
+    shape = [int(guess(n)) for n in spec.shape]
+    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, spec.stride, strict=True))
+
+
+def _refusal_of_places(op: Op, device_type: str, values: Sequence[Any], shared: frozenset[int]) -> Exception | None:
+    """What the kernel raises if some operands are expanded, where it raises nothing if they are not."""
+    # A number is not a size, and whether a kernel takes it is not asked here.
+    without_numbers = [
+        None if arg.kind is Kind.BY_TYPE else value for arg, value in zip(signature(op).args, values, strict=True)
+    ]
+    if not _has_kernels(device_type) or not _may_ask(op, device_type, without_numbers):
+        return None
+    refusal = _raised(op, device_type, values, {}, shared)
+    return None if refusal is None or _raised(op, device_type, values, {}) is not None else refusal
 
 
 def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | None:
@@ -193,6 +253,11 @@ def _elements(values: Sequence[Any]) -> Iterator[int]:
     return (math.prod(int(guess(n)) for n in spec.shape) for spec in _specs(values))
 
 
+def _places(spec: TensorSpec) -> int:
+    """How many elements the memory of a tensor has, with the gaps between them."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(spec.shape, spec.stride, strict=True) if n > 1)
+
+
 def _specs(values: Sequence[Any]) -> Iterator[TensorSpec]:
     for value in values:
         if isinstance(value, TensorSpec):
@@ -201,25 +266,63 @@ def _specs(values: Sequence[Any]) -> Iterator[TensorSpec]:
             yield from _specs(value)
 
 
-def _raised(op: Op, device_type: str, values: Sequence[Any], instead: Mapping[int, torch.dtype]) -> Exception | None:
-    """What the kernel raises. ``instead`` has other dtypes for the tensor operands of some numbers."""
-    numbers = count()
+def is_safe_to_ask(op: Op, values: Sequence[Any]) -> bool:
+    """Whether a kernel of the CPU may run on ones of the shapes that a call has, whatever its other arguments."""
+    if op.namespace != "aten" or draws(op) or _is_view(op) or op.__name__.startswith(_TRUSTING):
+        return False
+    if any(isinstance(spec, SymbolicSpec) for spec in _specs(values)) or sum(map(_places, _specs(values))) > _SMALL:
+        return False
+    return not _reads_by_operands(op, _PLACES)
+
+
+def _raised(
+    op: Op,
+    device_type: str,
+    values: Sequence[Any],
+    instead: Mapping[int, torch.dtype],
+    shared: Collection[int] = (),
+) -> Exception | None:
+    """What the kernel raises on a few ones. ``instead`` has other dtypes for the tensor operands of some numbers. Of
+    those in ``shared`` all elements lie in one place.
+    """
     # At most two elements a dim: sizes that are equal stay equal, and indices of ones stay in range.
     most = math.inf if _has_window(op, values) else 2
+    return run_on_ones(op, device_type, values, instead, shared, most)[0]
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def run_on_ones(
+    op: Op,
+    device_type: str,
+    values: Sequence[Any],
+    instead: Mapping[int, torch.dtype] = MappingProxyType({}),
+    shared: Collection[int] = (),
+    most: float = math.inf,
+) -> tuple[Exception | None, Any]:
+    """What the kernel raises on operands of ones, of at most so many elements a dim, and what it returns."""
+    numbers = count()
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             shape = [int(min(int(guess(n)), most)) for n in value.shape]
-            return torch.ones(shape, dtype=instead.get(next(numbers), value.dtype), device=device_type)
+            number = next(numbers)
+            stride = [0] * len(shape) if number in shared else value.stride if most == math.inf else _dense(shape)
+            ones = torch.empty_strided(shape, stride, dtype=instead.get(number, value.dtype), device=device_type)
+            return ones.fill_(1)
         if isinstance(value, (tuple, list)):
             return [stand_in(part) for part in value]
         return value
 
-    args, kwargs = signature(op).unbind([stand_in(value) for value in values])
+    named = zip(signature(op).args, values, strict=True)
+    args, kwargs = signature(op).unbind(
+        [torch.Generator(device_type) if arg.name == "generator" else stand_in(value) for arg, value in named]
+    )
     try:
         with torch.no_grad(), torch.autocast(device_type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            direct_call(op)(*args, **kwargs)
+            return None, direct_call(op)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  # whatever the kernel raises
-        return error
-    return None
+        return error, None

@@ -15,7 +15,7 @@ from shardwise.comm.mesh_comm import MeshComm
 from shardwise.comm.policy import in_force as policies
 from shardwise.comm.redistribute import runner
 from shardwise.engine.decided import decided, in_force, resting, result_moves, tagged, then_moved
-from shardwise.engine.kernel_dtypes import refuse_dtypes
+from shardwise.engine.kernel_dtypes import refuse_dtypes, refuse_shared_places
 from shardwise.engine.local_arguments import local_statics
 from shardwise.engine.moved_writes import moved_writes, writing_back
 from shardwise.engine.sends import move_of, sends_of, together
@@ -93,7 +93,8 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
 
 def _plan(described: DescribedCall, choose: Choose) -> Plan:
     entry, schema, call = described.entry, described.schema, described.call
-    refuse_dtypes(schema)
+    refuse_dtypes(schema, lowers=entry.rule.lowering is not None)
+    refuse_shared_places(schema)
     # Before a strategy: a rule says where the result lies in every operand that is written, whatever its shape.
     check_written(schema, described.metas)
     decision = decided(entry.rule, schema, call) if choose is cheapest else None

@@ -12,12 +12,13 @@ from shardwise.comm.meeting import meet
 from shardwise.engine.c_functions import binding
 from shardwise.engine.first_run import put_in_order
 from shardwise.engine.kept_operands import KeptOperands
+from shardwise.engine.kernel_results import metas_by_kernel
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plain_tensors import compare_on
 from shardwise.engine.resized_outs import resize_outs
 from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, only_mesh, plan_of_lists
 from shardwise.engine.shared_moves import results_apart
-from shardwise.errors import DeviceMismatchError, MeshMismatchError
+from shardwise.errors import DeviceMismatchError, MeshMismatchError, ShardingError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.operands import NUMBERS
 from shardwise.kernel.placements import REPLICATE
@@ -93,7 +94,13 @@ def _describe_on(
 
 def _describe(cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]) -> DescribedCall:
     schema, arguments = describe_call(cls, entry, info, mesh, values)
-    return DescribedCall.of(entry, schema, output_metas(entry.op, arguments, entry.rule.meta))
+    try:
+        metas = output_metas(entry.op, arguments, entry.rule.meta)
+    except Exception as refusal:
+        if entry.rule.meta is not None or isinstance(refusal, ShardingError):
+            raise
+        metas = metas_by_kernel(schema, arguments, refusal)
+    return DescribedCall.of(entry, schema, metas)
 
 
 def _plan(cls: type, described: DescribedCall, moved: Sequence[Any], values: Sequence[Any]) -> Plan:
