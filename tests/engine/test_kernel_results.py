@@ -7,6 +7,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.engine import kernel_results
 from shardwise.testing import mesh
 
 COMPLEX = torch.tensor([1 + 2j, complex("nan"), 3 - 1j, 0, 2, complex("inf"), 1j, -1]).view(4, 2)
@@ -51,3 +52,22 @@ def refuses(name, layout):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_kernel_refuses_is_its_own_error(pool, name, layout):
     pool.run(refuses, name, layout)
+
+
+def asks(op, shapes, *rest):
+    """Whether the kernel of an op was asked about a call that the meta device refuses."""
+    asked, real = [], kernel_results.run_on_ones
+    kernel_results.run_on_ones = lambda *args: asked.append(1) or real(*args)
+    try:
+        with pytest.raises(RuntimeError):
+            op(*(sw.distribute_tensor(torch.ones(shape), mesh((4,)), [Replicate()]) for shape in shapes), *rest)
+    finally:
+        kernel_results.run_on_ones = real
+    return bool(asked)
+
+
+def test_a_private_kernel_is_not_asked(pool):
+    """It may trust what torch gives it."""
+    private, public = torch.ops.aten._cdist_forward.default, torch.ops.aten.renorm.default
+    assert not any(pool.run(asks, private, [(4, 2), (4, 3)], 2.0, None))
+    assert all(pool.run(asks, public, [(3,)], 2.0, 0, 1.0))
