@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, LocalCall, TensorMeta, is_traced
+from shardwise.rule import Call, LocalCall, TensorMeta, is_recorded
 
 __all__ = ["by_one_number", "divide", "multiply"]
 
@@ -29,7 +29,7 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
     divisor that is a tensor, and has both numerators. So has a small tensor on an accelerator, where to look is to wait
     for the device: a large one waits, since to reduce it takes longer.
     """
-    if isinstance(by, torch.Tensor) and (is_traced(by) or (by.device.type != "cpu" and x.nbytes <= _SMALL)):
+    if isinstance(by, torch.Tensor) and (is_recorded(by) or (by.device.type != "cpu" and x.nbytes <= _SMALL)):
         parts = x.clone()
         numerator = torch.where(by == 0, _whole(local, x), parts)
         return local.call.op(x.copy_(numerator) if local.call.signature.args[0].written else numerator, by, **named)
@@ -68,6 +68,8 @@ def _is_finite(factor: Any) -> bool:
     if type(factor) is not torch.Tensor:
         return not isinstance(factor, (float, complex)) or cmath.isfinite(factor)
     if not (factor.dtype.is_floating_point or factor.dtype.is_complex) or factor.device.type != "cpu":
+        return True
+    if is_recorded(factor):  # a graph has no values yet
         return True
     # Nothing that is added to an infinity or to NaN makes it finite again. A sum of finite elements may be infinite.
     return cmath.isfinite(factor.sum().item()) or bool(factor.isfinite().all())

@@ -190,7 +190,7 @@ def test_a_plan_that_the_default_dtype_decides_is_made_once_for_each(x, monkeypa
 
 
 def test_the_traceback_of_a_refused_call_does_not_begin_with_the_search_for_its_plan(x):
-    with pytest.raises(RuntimeError, match="reduction dim") as refused:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as refused:
         x @ torch.ones(3, 3)
     assert "KeyError" not in "".join(traceback.format_exception(refused.value))
 
@@ -203,6 +203,6 @@ def refuse_while_handling(x):
 
 
 def test_what_the_program_was_at_stays_in_the_traceback(x):
-    with pytest.raises(RuntimeError, match="reduction dim") as refused:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as refused:
         refuse_while_handling(x)
     assert "inconsistent tensor size" in str(refused.value.__context__)

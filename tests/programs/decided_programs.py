@@ -73,7 +73,7 @@ def replay_decided(program, watched, *, seed):
         learning.decide_step = decide
 
 
-def decided_by_chance(graph, limit=None, *, seed):
+def decided_by_chance(graph, limit=None, earlier=None, *, seed):  # as what it stands for
     """In place of :func:`shardwise.steps.learning.decide_step`: some legal assignment, far from the best."""
     chance = random.Random(seed)  # noqa: S311  # no secret
     costs = WorkCosts(graph)

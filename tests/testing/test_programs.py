@@ -221,13 +221,15 @@ def test_partial_leaves_have_exactly_their_value(pool, kind):
 
 
 def test_parts_of_both_signs_meet_an_infinite_factor(pool):
-    """They may give NaN where one device has an infinity (docs/rules.md)."""
-    factors = torch.tensor([[1.0, math.inf, 2.0]] * 4)
-    lines = (drawn(0, (4, 3), torch.float32, (Partial(),)), Leaf(1, factors, (Replicate(),)))
-    times = Call((2,), "aten.mul.Tensor", (Value(0), Value(1)))
-    verdict = check_program(Program((4,), (*lines, times, Call((3,), "aten.exp.default", (Value(2),)))), pool)
-    assert not verdict.wrong, verdict.wrong
-    assert verdict.counts["infinities"] == 1
+    """A product of elements reduces them first; of matrices, NaN may stand for an infinity (docs/rules.md)."""
+    for op, shape, infinities in (("aten.mul.Tensor", (4, 3), 0), ("aten.mm.default", (3, 4), 1)):
+        factors = torch.ones(shape)
+        factors[0] = math.inf
+        lines = (drawn(0, (4, 3), torch.float32, (Partial(),)), Leaf(1, factors, (Replicate(),)))
+        times = Call((2,), op, (Value(0), Value(1)))
+        verdict = check_program(Program((4,), (*lines, times, Call((3,), "aten.exp.default", (Value(2),)))), pool)
+        assert not verdict.wrong, verdict.wrong
+        assert verdict.counts["infinities"] == infinities
 
 
 def test_what_a_failed_solver_leaves_is_not_compared(pool):

@@ -32,5 +32,5 @@ def metas_by_kernel(schema: OpSchema, values: Sequence[Any], refusal: Exception)
         raise refusal
     error, results = run_on_ones(schema.op, "cpu", values)
     if error is not None:
-        raise error.with_traceback(None) from refusal
+        raise error.with_traceback(None)
     return tuple(flat_metas(results))

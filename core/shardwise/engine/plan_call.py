@@ -94,11 +94,14 @@ def _describe_on(
 
 def _describe(cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]) -> DescribedCall:
     schema, arguments = describe_call(cls, entry, info, mesh, values)
+    refusal = None
     try:
         metas = output_metas(entry.op, arguments, entry.rule.meta)
-    except Exception as refusal:
-        if entry.rule.meta is not None or isinstance(refusal, ShardingError):
+    except Exception as error:
+        if entry.rule.meta is not None or isinstance(error, ShardingError):
             raise
+        refusal = error
+    if refusal is not None:  # outside of the handler: what the program was handling is the context of an error
         metas = metas_by_kernel(schema, arguments, refusal)
     return DescribedCall.of(entry, schema, metas)
 

@@ -20,7 +20,7 @@ from shardwise.kernel.signature import ByType, Call, Kind, Op, is_of_tensors, si
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import chunk, common_factor
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.private_torch.tracing import is_traced, is_without_data
+from shardwise.private_torch.tracing import is_recorded, is_traced, is_without_data
 from shardwise.rng.sampling import Draw, Region
 from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_from
 from shardwise.rule.counted import call_if, tensor_if, tied_to
@@ -74,6 +74,7 @@ __all__ = [
     "einop",
     "full_mesh_rule",
     "in_memory_format",
+    "is_recorded",
     "is_traced",
     "is_without_data",
     "labels",
