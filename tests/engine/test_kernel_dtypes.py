@@ -99,6 +99,37 @@ def test_a_kernel_is_asked_apart_for_operands_without_elements(pool):
     pool.run(asks_for_empty_operands_apart)
 
 
+WHOLE_NUMBERS, HALVES = torch.arange(6).view(2, 3), torch.arange(6.0).view(2, 3).half()
+NUMBERS = {  # calls with a number that the kernel refuses, and numbers that it takes
+    "fill_": (lambda x, n: x.clone().fill_(n), WHOLE_NUMBERS, float("inf"), (-1, 2.5, True)),
+    "fill_ halves": (lambda x, n: x.clone().fill_(n), HALVES, 1j, (2.5, 3, 1 + 0j)),
+    "masked_fill": (lambda x, n: x.masked_fill(x > 2, n), WHOLE_NUMBERS, float("inf"), (-1, 2.5)),
+    "masked_fill halves": (lambda x, n: x.masked_fill(x > 2, n), HALVES, 1e30, (-1, 2.5)),
+    "index_fill": (lambda x, n: x.index_fill(0, torch.tensor([1]), n), WHOLE_NUMBERS, float("nan"), (-1, 2.5)),
+    "clamp_": (lambda x, n: x.clone().clamp_(max=n), WHOLE_NUMBERS.to(torch.uint8), 1 << 40, (3, 4)),
+    "add_ in place": (lambda x, n: x.clone().add_(1, alpha=n), WHOLE_NUMBERS, 2.5, (2,)),
+    "full_like": (torch.full_like, WHOLE_NUMBERS, float("inf"), (-1, 2.5)),
+}
+
+
+def refuses_a_number(name):
+    call, tensor, refused, taken = NUMBERS[name]
+    x = sw.distribute_tensor(tensor, mesh((4,)), [Replicate()])
+    for number in (refused, *taken, refused, *taken):
+        try:
+            expected = call(tensor, number)
+        except RuntimeError as error:
+            with pytest.raises(type(error)):
+                call(x, number)
+        else:
+            torch.testing.assert_close(call(x, number).full_tensor(), expected)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_a_kernel_refuses_says_nothing_of_others(pool, name):
+    pool.run(refuses_a_number, name)
+
+
 def refuses_integers_without_elements(layout):
     x = sw.distribute_tensor(torch.ones(2, 0, dtype=torch.int64), mesh((4,)), layout)
     with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):

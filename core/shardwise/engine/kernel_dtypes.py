@@ -112,10 +112,11 @@ def refuse_dtypes(schema: OpSchema, *, lowers: bool = False) -> None:
     # What a window does with operands of several dtypes may depend on the algorithm that torch takes for their sizes.
     sizes = tuple(schema.values) if mixed and _has_window(schema.op, schema.values) else ()
     empty = () if lowers else _empty(schema)
-    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, empty, freeze(_metas(sizes)))
+    kinds = _kinds_of_numbers(schema)
+    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, empty, kinds, freeze(_metas(sizes)))
     if key not in _known:
-        values = _with_elements(schema.values) if lowers else schema.values
-        _known[key] = _refusal(schema.op, schema.mesh.device_type, values)
+        values = _with_ordinary_numbers(schema)
+        _known[key] = _refusal(schema.op, schema.mesh.device_type, _with_elements(values) if lowers else values)
     refusal = _known[key]
     if refusal is not None:
         raise type(refusal)(*refusal.args)
@@ -129,9 +130,10 @@ def refuse_shared_places(schema: OpSchema) -> None:
     there = [i for i, spec in enumerate(schema.specs) if spec is not None]
     numbers = frozenset(there.index(i) for i in shared)
     described = freeze([s and (s.dtype, s.ndim) for s in schema.specs])
-    key = (schema.op, schema.mesh.device_type, described, numbers, _empty(schema))
+    key = (schema.op, schema.mesh.device_type, described, numbers, _empty(schema), _kinds_of_numbers(schema))
     if key not in _known:
-        _known[key] = _refusal_of_places(schema.op, schema.mesh.device_type, schema.values, numbers)
+        values = _with_ordinary_numbers(schema)
+        _known[key] = _refusal_of_places(schema.op, schema.mesh.device_type, values, numbers)
     refusal = _known[key]
     if refusal is not None:
         raise type(refusal)(*refusal.args)
@@ -140,6 +142,34 @@ def refuse_shared_places(schema: OpSchema) -> None:
 def _empty(schema: OpSchema) -> tuple[bool, ...]:
     """Which operands have no elements: a kernel that has nothing to do refuses nothing."""
     return tuple(spec is not None and 0 in map(guess, spec.shape) for spec in schema.specs)
+
+
+def _numbers(schema: OpSchema) -> Iterator[tuple[int, Any]]:
+    """The arguments by whose type alone a call is known, by their places."""
+    args = enumerate(zip(schema.signature.args, schema.values, strict=True))
+    return ((i, value) for i, (arg, value) in args if arg.kind is Kind.BY_TYPE)
+
+
+def _kinds_of_numbers(schema: OpSchema) -> tuple[type, ...]:
+    return tuple(type(value) for _, value in _numbers(schema))
+
+
+def _with_ordinary_numbers(schema: OpSchema) -> list[Any]:
+    """The values of a call with numbers that every kernel takes which takes their type: what it makes of an infinity
+    says nothing of other numbers.
+    """
+    values = list(schema.values)
+    for i, value in _numbers(schema):
+        values[i] = _ordinary(value)
+    return values
+
+
+def _ordinary(value: Any) -> Any:
+    if isinstance(value, float):
+        return 1.0
+    if isinstance(value, complex):
+        return 1 + 1j
+    return [_ordinary(part) for part in value] if isinstance(value, (tuple, list)) else value
 
 
 def _with_elements(values: Any) -> Any:
