@@ -108,6 +108,8 @@ NUMBERS = {  # calls with a number that the kernel refuses, and numbers that it 
     "index_fill": (lambda x, n: x.index_fill(0, torch.tensor([1]), n), WHOLE_NUMBERS, float("nan"), (-1, 2.5)),
     "clamp_": (lambda x, n: x.clone().clamp_(max=n), WHOLE_NUMBERS.to(torch.uint8), 1 << 40, (3, 4)),
     "add_ in place": (lambda x, n: x.clone().add_(1, alpha=n), WHOLE_NUMBERS, 2.5, (2,)),
+    "sub_ of halves": (lambda x, n: x.clone().sub_(x, alpha=n), HALVES, 1 << 20, (0, 2)),
+    "threshold": (lambda x, n: torch.threshold(x, 0, n), WHOLE_NUMBERS.to(torch.uint8), 300, (0, 2)),
     "full_like": (torch.full_like, WHOLE_NUMBERS, float("inf"), (-1, 2.5)),
 }
 

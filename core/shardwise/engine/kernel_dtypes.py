@@ -165,8 +165,8 @@ def _with_ordinary_numbers(schema: OpSchema) -> list[Any]:
 
 
 def _ordinary(value: Any) -> Any:
-    if isinstance(value, float):
-        return 1.0
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value)(1)
     if isinstance(value, complex):
         return 1 + 1j
     return [_ordinary(part) for part in value] if isinstance(value, (tuple, list)) else value
