@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.rule import Call, LocalCall, TensorMeta, is_recorded
+from shardwise_pointwise.resolving import reduced
 
 __all__ = ["by_one_number", "divide", "multiply"]
 
@@ -48,7 +49,7 @@ def multiply(local: LocalCall, *args: Any, **named: Any) -> Any:
         return local.call.op(*args, **named)
     whole = list(args)
     for i in parts:
-        whole[i] = _reduced(local, local.inputs[i], args[i])
+        whole[i] = reduced(local, local.spec(local.call.operand_names[i]), args[i])
     if local.call.signature.args[0].written and whole[0] is args[0]:
         whole[0] = whole[0].clone()
     values = local.call.op(*whole, **named)
@@ -75,13 +76,7 @@ def _is_finite(factor: Any) -> bool:
     return cmath.isfinite(factor.sum().item()) or bool(factor.isfinite().all())
 
 
-def _reduced(local: LocalCall, spec: Any, x: torch.Tensor) -> torch.Tensor:
-    for mesh_dim, kind in reversed(spec.reductions.items()):
-        x = local.comm.all_reduce(x, kind, (mesh_dim,))
-    return x
-
-
 def _whole(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
     """The sum of the parts; written over the part of this rank if the op writes it."""
-    whole = _reduced(local, local.spec("self"), x)
+    whole = reduced(local, local.spec("self"), x)
     return x.copy_(whole) if local.call.signature.args[0].written else whole

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from attrs import evolve
 from described import rows_of
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.testing import mesh
-from shardwise_pointwise import activations, arithmetic, comparisons, functions, gated, special
+from shardwise.testing import check_rule, judge, mesh
+from shardwise_pointwise import activations, arithmetic, comparisons, functions, gated, scaling, special
 
 aten = torch.ops.aten
 RULES = (*(r for m in (arithmetic, functions, comparisons, activations, special) for r in m.RULES), *gated.RULES)
@@ -224,3 +225,26 @@ def activations_and_their_gradients():
 )
 def test_on_ranks(pool, program):
     pool.run(program)
+
+
+FACTORS = torch.tensor([1.0, float("inf"), -2.0, float("-inf"), 3.0])
+GIVEN = {
+    aten.mul.Tensor: [(torch.randn(4, 5), FACTORS), (FACTORS, torch.randn(4, 5)), (torch.randn(4, 1), FACTORS)],
+    aten.mul_.Tensor: [(torch.randn(4, 5), FACTORS)],
+    aten.lerp.Tensor: [(torch.randn(4, 5), torch.randn(4, 5), FACTORS)],
+    aten.addcmul.default: [(torch.randn(4, 5), torch.randn(4, 5), FACTORS), (torch.randn(5), FACTORS, torch.randn(5))],
+}
+
+
+@pytest.mark.parametrize("op", GIVEN, ids=str)
+@pytest.mark.parametrize("looks", [True, False])
+def test_the_oracle_sees_what_infinite_factors_make_of_parts(op, looks, monkeypatch):
+    """Of other rules it accepts NaN for an infinity there (docs/rules.md); these look at their factors first."""
+    compare = judge.difference
+    monkeypatch.setattr(judge, "difference", lambda *args, **named: compare(*args, **{**named, "infinities": True}))
+    if not looks:
+        monkeypatch.setattr(scaling, "_is_finite", lambda _: True)
+    samples = [(args, {}) for args in GIVEN[op]]
+    report = check_rule(evolve(OPS[op], ops=(op,)), samples, meshes=[(4,), (3,)], keep_going=True)
+    assert report.cases
+    assert bool(report.refuted) is not looks

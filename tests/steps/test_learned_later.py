@@ -193,10 +193,11 @@ def test_decisions_about_other_layouts_hold_nothing():
     with fake_mesh(*CASES[CASE][0]) as mesh:
         problem, _ = a_step(mesh)
         exact = {digest: tuple(map(_turned, of)) for digest, of in solve_graph(problem.graph).decisions.exact.items()}
-        held = hold_earlier(problem, problem.as_recorded(), Decisions(tuple(mesh.shape), exact))
-        assert held is not None
-        assert held.cost == problem.as_recorded().cost
+        others = Decisions(tuple(mesh.shape), exact)
+        assert hold_earlier(problem, problem.as_recorded(), others) is None
         assert not problem.held_rows
+        assert not problem.held_rests
+        assert solve_graph(problem.graph, earlier=others).best.is_same(solve_graph(problem.graph).best)
 
 
 def _turned(decision):

@@ -297,8 +297,12 @@ def _specs(values: Sequence[Any]) -> Iterator[TensorSpec]:
 
 
 def is_safe_to_ask(op: Op, values: Sequence[Any]) -> bool:
-    """Whether a kernel of the CPU may run on ones of the shapes that a call has, whatever its other arguments."""
+    """Whether a kernel of the CPU may run on ones of the shapes that a call has, whatever its other arguments, and what
+    it returns then has the shapes that it has for other values.
+    """
     if op.namespace != "aten" or draws(op) or _is_view(op) or op.__name__.startswith(_TRUSTING):
+        return False
+    if torch.Tag.dynamic_output_shape in op.tags:
         return False
     if any(isinstance(spec, SymbolicSpec) for spec in _specs(values)) or sum(map(_places, _specs(values))) > _SMALL:
         return False

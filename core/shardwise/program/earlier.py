@@ -17,7 +17,7 @@ __all__ = ["hold_earlier"]
 
 def hold_earlier(problem: StepProblem, recorded: Assignment, decisions: Decisions) -> Assignment | None:
     """Hold what calls of a step do that earlier decisions know with their sizes. What the others did when the step was
-    recorded completes an assignment to begin with; None, and nothing is held, where that is not legal.
+    recorded completes an assignment to begin with; None, and nothing is held, where they know none, or it is not legal.
     """
     problem.least_depth = decisions.depth
     new = recorded.copy()
@@ -41,7 +41,7 @@ def hold_earlier(problem: StepProblem, recorded: Assignment, decisions: Decision
                 new.rests[t] = problem.made(new, t) if rests is None else rests
         held.append(place)
     new.cost = problem.cost(new)
-    if new.cost >= FORBIDDEN:
+    if not held or new.cost >= FORBIDDEN:
         return None
     for place in held:
         problem.held_rows[place] = tuple(frozenset((r,)) for r in new.rows[place])
