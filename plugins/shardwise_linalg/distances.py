@@ -26,6 +26,18 @@ def _as_the_whole(local: LocalCall) -> Mapping[str, Any]:
     return {"compute_mode": BY_PRODUCT if rows > ROWS else BY_DIFFERENCES}
 
 
+def _of_shards(local: LocalCall, *args: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The gradient of a shard; CUDA's kernel gives an empty shard of a batch of one that one."""
+    spec = local.outputs[0]
+    assert spec is not None
+    shape = local.local_shape(spec)
+    if 0 in shape:
+        result = args[1].new_empty(shape)
+    else:
+        result = local.call.op.overloadpacket.default(*args)
+    return result if out is None else out.copy_(result)
+
+
 CDIST = rule(ops("_cdist_forward.default _cdist_forward.out"), "... p _, ... r _ -> ... p r", local_args=_as_the_whole)
 EUCLIDEAN = rule(ops("_euclidean_dist.default _euclidean_dist.out"), "... p _, ... r _ -> ... p r")
 # "grad", and "grad_output" from torch 2.14 on.
@@ -37,6 +49,7 @@ CDIST_BACKWARD = rule(
     "... p r, ... p _, ... r _, ... p r -> ... p _",
     reduce={"r": "sum"},
     linear=GRAD,
+    lowering=_of_shards,
 )
 PDIST = rule(ops("_pdist_forward.default _pdist_forward.out"), "R -> R")
 PDIST_BACKWARD = rule(

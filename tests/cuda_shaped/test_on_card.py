@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from shaped_programs import PROGRAMS, WARM, distributed
+from shaped_programs import PROGRAMS, WARM, ConvNet, Experts, Language, Recurrent, distributed
 from torch.nn import functional
 
+import shardwise as sw
+from shardwise import Replicate
+from shardwise.errors import LayoutError
 from shardwise.private_torch.absent_card import Card
 from shardwise.private_torch.cuda_choices import _Attention
 from shardwise.testing import mesh
@@ -79,8 +82,6 @@ def test_a_warm_step_of_a_world_of_one_waits_nowhere(alone, name):
 
 
 def replays():
-    from shardwise import MeshTensor, Replicate
-
     here = mesh((1,), device_type="cuda")
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8, device="cuda")
@@ -92,7 +93,7 @@ def replays():
     def loss_of(model, x):
         return functional.gelu(model(x)).square().sum()
 
-    x = MeshTensor.from_local(static, here, [Replicate()])
+    x = sw.MeshTensor.from_local(static, here, [Replicate()])
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(WARM + 1):
@@ -108,5 +109,152 @@ def replays():
         torch.testing.assert_close(captured.to_local(), loss_of(plain, static))
 
 
-def test_a_captured_step_gives_what_an_eager_one_gives(alone):
+def test_a_captured_forward_pass_gives_what_an_eager_one_gives(alone):
     alone.run(replays)
+
+
+# Models of cuDNN's kernels are in float64, as AdamW turns a rounding of a gradient near zero into a step.
+MODELS = {
+    "language": (Language, (16, 8), torch.int64),
+    "dropout": (lambda: Language(0.1), (16, 8), torch.int64),
+    "convolutions": (lambda: ConvNet().double(), (16, 3, 16, 16), torch.float64),
+    "lstm": (lambda: Recurrent("LSTM").double(), (16, 5, 8), torch.float64),
+    "experts": (lambda: Experts().double(), (16, 16), torch.float64),
+}
+CAPTURABLE = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True, capturable=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9, foreach=True),
+}
+
+
+def drawn(shape, dtype):
+    return (
+        torch.randint(96, shape, device="cuda")
+        if dtype == torch.int64
+        else torch.rand(shape, dtype=dtype, device="cuda")
+    )
+
+
+def warm_steps(step):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM + 2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def trained(here, name, optimizer_of, *, captures):
+    """Losses and parameters of warm steps on one batch and of three on others, which a graph may run."""
+    make, shape, dtype = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = make()
+    static = drawn(shape, dtype)
+    if here is not None:
+        distributed(model, here)
+        static = sw.distribute_tensor(static, here, [Replicate()])
+    optimizer = optimizer_of(model.parameters())
+
+    def step():
+        loss = model(static)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    torch.cuda.manual_seed(7)
+    warm_steps(step)
+    if captures:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step()
+
+        def step():
+            graph.replay()
+            return loss
+
+    losses = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        batch = drawn(shape, dtype)
+        torch.cuda.manual_seed(7 + seed)
+        static.copy_(batch if here is None else sw.distribute_tensor(batch, here, [Replicate()]))
+        losses.append(float(step()))
+    return losses, [p.full_tensor() if here is not None else p.detach() for p in model.state_dict().values()]
+
+
+def compare_captured(name, optimizer):
+    found = trained(mesh((1,), device_type="cuda"), name, CAPTURABLE[optimizer], captures=True)
+    expected = trained(None, name, CAPTURABLE[optimizer], captures=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    if name != "dropout":  # a graph draws from where its capture began
+        eager = trained(None, name, CAPTURABLE[optimizer], captures=False)
+        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", CAPTURABLE)
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_training_gives_the_numbers_of_one_device(alone, name, optimizer):
+    """Forward, backward, clipping and the optimizer's step in one graph."""
+    alone.run(compare_captured, name, optimizer)
+
+
+COMPILED = ("language", "convolutions", "experts")
+
+
+def compiled_losses(here, placements, name):
+    make, shape, dtype = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = make()
+    x = drawn(shape, dtype)
+    if here is not None:
+        distributed(model, here)
+        x = sw.distribute_tensor(x, here, placements)
+        model.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    losses = []
+    for _ in range(3):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def compare_compiled(ranks, placements, name):
+    expected = compiled_losses(None, None, name)
+    found = compiled_losses(mesh((ranks,), device_type="cuda"), placements, name)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_training_gives_the_numbers_of_one_device(alone, name):
+    alone.run(compare_compiled, 1, [Replicate()], name)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_training_on_ranks_that_share_a_card(pool_of, name):
+    pool_of(2, "gloo").run(compare_compiled, 2, [sw.Shard(0)], name)
+
+
+def launches():
+    from triton_kernel import doubled
+
+    here = mesh((1,), device_type="cuda")
+    x = sw.distribute_tensor(torch.arange(8.0, device="cuda"), here, [sw.Shard(0)])
+    for operands in ((x, torch.empty(8, device="cuda")), (torch.empty(8, device="cuda"), x)):
+        with pytest.raises(LayoutError, match=r"run a Triton kernel on .* to_local\(\)"):
+            doubled[(1,)](*operands, 8, 8)
+    out = torch.empty(8, device="cuda")
+    doubled[(1,)](x.to_local(), out, 8, 8)
+    torch.testing.assert_close(out, 2 * torch.arange(8.0, device="cuda"))
+
+
+def test_a_triton_kernel_does_not_run_on_a_tensor_without_memory(alone):
+    """It would read at address 0, and the card would do nothing more for the process."""
+    pytest.importorskip("triton")
+    alone.run(launches)

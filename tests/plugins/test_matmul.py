@@ -214,8 +214,9 @@ def test_the_oracle_accepts_the_real_kernels(rule):
     def in_half(make):
         return lambda: [([x.bfloat16() if is_float(x) else x for x in args], kwargs) for args, kwargs in make()]
 
+    # A logsumexp, whose last dim is 1 in cuDNN's, stays float32: the kernel reads it so.
     def is_float(x):
-        return isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.ndim == 4
+        return isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.ndim == 4 and x.shape[-1] > 1
 
     with samples_matmul.cuda_kernels.on_gpu():
         ops = tuple(op for op in rule.ops if op in chosen)

@@ -22,9 +22,11 @@ UNLIKE = {
     "aten.cudnn_batch_norm.default": "statistics come without training, too; the lowering leaves them out",
     "aten.avg_pool3d_backward.default": "the sign of zero depends on the kernel that the sizes choose",
     "aten.avg_pool3d_backward.grad_input": "the sign of zero depends on the kernel that the sizes choose",
-    # Not understood yet: seen with an out= that is not contiguous alone.
-    "aten.reflection_pad2d.out": "out= that is not contiguous",
-    "aten.reflection_pad2d_backward.grad_input": "out= that is not contiguous",
+    # In torch 2.11 without a mesh as well: x.cuda(), and an out= that is a transposed tensor.
+    "aten.reflection_pad1d.out": "torch's kernel writes an out= that is not contiguous as if it were",
+    "aten.reflection_pad1d_backward.grad_input": "torch's kernel writes an out= that is not contiguous as if it were",
+    "aten.reflection_pad2d.out": "torch's kernel writes an out= that is not contiguous as if it were",
+    "aten.reflection_pad2d_backward.grad_input": "torch's kernel writes an out= that is not contiguous as if it were",
 }
 
 

@@ -119,6 +119,18 @@ def parametrized() -> float:
     return layer(torch.ones(2, 4)).sum().item()
 
 
+def scripted() -> list[float]:
+    """A scripted function and a traced module."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+
+    x = sw.distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+    traced = torch.jit.trace(torch.nn.Tanh(), torch.ones(4, 3))
+    script = torch.jit.CompilationUnit("def double(x):\n    return x * 2.0").double
+    return [call(x).sum().item() for call in (traced, script) for _ in range(3)]
+
+
 def compiled() -> list[float]:
     """A compiled step at two sizes."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -465,6 +477,12 @@ FALLBACKS = [
         take=hide,
     ),
     Case(("torch.nn.utils.parametrize._maybe_set",), partial(on_two_ranks, parametrized), take=hide),
+    Case((f"{C}.ScriptMethod",), partial(on_two_ranks, scripted), take=hide),
+    Case(
+        ("._debug_flush_compilation_cache",),
+        partial(on_two_ranks, scripted),
+        take=lambda _: delete(f"{C}.ScriptFunction._debug_flush_compilation_cache"),
+    ),
     Case(("._op",), TRAINED, take=lambda _: forget("ops", "direct_call", lambda op: op)),
     Case((f"{C}.TensorBase", f"{C}._VariableFunctions", f"{C}._nn"), TRAINED, take=hide),
     Case((f"{C10D}._get_default_store",), partial(on_two_ranks, told), take=hide),

@@ -147,3 +147,21 @@ def host_tensors():
 
 def test_tensors_of_the_host_are_taken(sharing):
     sharing.run(host_tensors)
+
+
+def empty_parts_of_a_batch():
+    """Batches of one, which some ranks have nothing of, so that kernels meet tensors without elements."""
+    from torch.testing import assert_close
+
+    here = mesh((4,), device_type="cuda")
+    torch.manual_seed(0)
+    plain = [torch.randn(1, rows, 5, device="cuda", requires_grad=True) for rows in (4, 6)]
+    placed = [sw.distribute_tensor(x.detach(), here, [Shard(0)]).requires_grad_() for x in plain]
+    for p in (1.0, 2.0, 3.0):
+        for operands in (plain, placed):
+            torch.cdist(*operands, p=p).square().sum().backward()
+    assert_close([x.grad.full_tensor() for x in placed], [x.grad for x in plain])
+
+
+def test_distances_of_a_batch_that_some_ranks_have_nothing_of(sharing):
+    sharing.run(empty_parts_of_a_batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -117,6 +118,19 @@ def _equals(expected):
     return check
 
 
+def _launched(x):
+    """As where Triton launches a kernel: code that it makes asks, and a module of its own called that."""
+
+    def made(x):
+        return x.data_ptr()
+
+    def run(x, bound):
+        return bound(x)
+
+    in_triton = FunctionType(run.__code__, {"__name__": "triton.runtime.jit"})
+    return in_triton(x, FunctionType(made.__code__, {}))
+
+
 class _Picture(torch.Tensor):
     """A tensor with a meaning, as ``tv_tensors.Image`` of torchvision."""
 
@@ -148,6 +162,7 @@ WAYS = {
     # Torch's own sign for a tensor without memory of its own.
     "data_ptr": (lambda x: x.data_ptr(), _equals(0)),
     "const_data_ptr": (lambda x: getattr(x, "const_data_ptr", x.data_ptr)(), _equals(0)),  # from torch 2.13 on
+    "data_ptr of a Triton kernel's launch": (_launched, LayoutError),
     "storage_offset": (lambda x: x.storage_offset(), _equals(0)),
     "nbytes": (lambda x: x.nbytes, _equals(64)),
     # Storages.

@@ -25,19 +25,25 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/zoo.jsonl"))
     parser.add_argument("--seconds", type=float, default=60.0, help="after which a layout counts as hung")
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="which columns")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where models and meshes are")
+    parser.add_argument("--slice", default="0/1", help="I/N: each N-th model, from the I-th on")
     parser.add_argument("--single", action="store_true", help="one device only: which recipes work")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     wanted = [p for p in installed() if any(fnmatchcase(p, pattern.partition("/")[0]) for pattern in options.patterns)]
     every = {name: recipe for package in wanted for name, recipe in recipes_of(package).items()}
     chosen = {n: r for n, r in every.items() if any(fnmatchcase(n, p) for p in options.patterns)}
+    first, every_nth = map(int, options.slice.split("/"))
+    chosen = dict(list(chosen.items())[first::every_nth])
     options.output.parent.mkdir(parents=True, exist_ok=True)
     verdicts: dict[str, list[Verdict]] = {}
     with WorkerPool(4) as pool, tempfile.TemporaryDirectory() as folder, options.output.open("w") as lines:
         for name, recipe in chosen.items():
             start = time.monotonic()
             layouts = () if options.single else tuple(options.layouts)
-            verdicts[name] = judge(None if options.single else pool, recipe, layouts, Path(folder), options.seconds)
+            pool_or_none = None if options.single else pool
+            verdicts[name] = judge(pool_or_none, recipe, layouts, Path(folder), options.seconds, options.device)
             for verdict in verdicts[name]:
                 row = {"model": name, "layout": verdict.layout, "result": verdict.result, "why": verdict.why}
                 lines.write(json.dumps(row) + "\n")

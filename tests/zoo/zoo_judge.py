@@ -31,27 +31,33 @@ def prepared(pool: WorkerPool, packages: list[str]) -> WorkerPool:
 
 
 def import_all(packages: list[str]) -> None:
+    torch.backends.cudnn.allow_tf32 = False  # a model that calculates a part in float32 means float32
     warnings.simplefilter("ignore")
     for package in packages:
         recipes_of(package)
 
 
-def on_rank(package: str, name: str, layout: str, path: str) -> tuple[list[str], bool]:
-    return compared_on_rank(recipes_of(package)[f"{package}/{name}"], layout, path)
+def on_rank(package: str, name: str, layout: str, path: str, device: str) -> tuple[list[str], bool]:
+    return compared_on_rank(recipes_of(package)[f"{package}/{name}"], layout, path, device)
 
 
 def judge(
-    pool: WorkerPool | None, recipe: Recipe, layouts: tuple[str, ...], folder: Path, seconds: float
+    pool: WorkerPool | None,
+    recipe: Recipe,
+    layouts: tuple[str, ...],
+    folder: Path,
+    seconds: float,
+    device: str = "cpu",
 ) -> list[Verdict]:
     """One device first, then every layout. A recipe that fails on one device says nothing about a mesh."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, batch = made(recipe)
+            model, batch = made(recipe, device)
             with DtypesSeen() as seen:
                 expected = trained(model, batch)
             expected = {name: tensor.detach().clone() for name, tensor in expected.items()}
-            sensitive = sensitivity(recipe, expected)
+            sensitive = sensitivity(recipe, expected, device)
     except Exception as error:  # noqa: BLE001  # whatever a package of others raises
         return [Verdict("one device", "broken recipe", f"{type(error).__name__}: {error}")]
     path = folder / "expected.pt"
@@ -61,13 +67,16 @@ def judge(
         return [Verdict("one device", "pass")]
     closeness = f"compared to {tolerance:.0e}: calculates in float32" if seen.float32 else ""
     return [
-        _on_layout(prepared(pool, [recipe.package]), recipe, layout, path, seconds, closeness) for layout in layouts
+        _on_layout(prepared(pool, [recipe.package]), recipe, layout, path, seconds, closeness, device)
+        for layout in layouts
     ]
 
 
-def _on_layout(pool: WorkerPool, recipe: Recipe, layout: str, path: Path, seconds: float, closeness: str) -> Verdict:
+def _on_layout(
+    pool: WorkerPool, recipe: Recipe, layout: str, path: Path, seconds: float, closeness: str, device: str
+) -> Verdict:
     try:
-        found = pool.run(on_rank, recipe.package, recipe.name, layout, str(path), timeout=seconds)
+        found = pool.run(on_rank, recipe.package, recipe.name, layout, str(path), device, timeout=seconds)
     except WorkerError as error:
         return _verdict_of(error, layout)
     wrong = next((differences for differences, _ in found if differences), None)

@@ -3,6 +3,7 @@
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from zoo_trial import Recipe
@@ -26,8 +27,14 @@ def recipes_of(package: str) -> dict[str, Recipe]:
 
 def declare_torchvision() -> None:
     """Torchvision cannot be imported without its kernels, which a wheel for another torch cannot load; models run."""
-    if find_spec("torchvision") is None or _declared:
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None or _declared:
         return
+    try:
+        for kernels in Path(spec.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(str(kernels))
+    except OSError:
+        pass
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):

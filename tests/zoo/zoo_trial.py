@@ -57,7 +57,7 @@ def loss_of(output: Any) -> torch.Tensor:
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             real = tensor.real if tensor.is_complex() else tensor
-            slope = torch.linspace(-1, 1, real.shape[-1] if real.ndim else 1, dtype=torch.float64)
+            slope = torch.linspace(-1, 1, real.shape[-1] if real.ndim else 1, dtype=torch.float64, device=real.device)
             total = total + (real * slope).mean() + 0.1 * real.square().mean()
     return total
 
@@ -72,8 +72,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def made(recipe: Recipe) -> tuple[nn.Module, Any]:
-    """The same on every rank and in the parent."""
+def made(recipe: Recipe, device: str = "cpu") -> tuple[nn.Module, Any]:
+    """The same on every rank and in the parent, made on the host and moved to the device."""
     torch.manual_seed(0)
     model, batch = recipe.make()
     model = without_dropout(model).double().train()
@@ -82,7 +82,8 @@ def made(recipe: Recipe) -> tuple[nn.Module, Any]:
         for parameter in model.parameters():  # some start as zeros and ones, which hide what is wrong
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.add_((0.02 * noise).to(parameter.dtype))
-    return model, mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
+    doubles = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
+    return model.to(device), mapped(lambda t: t.to(device), doubles)
 
 
 def mapped(fn: Any, batch: Any) -> Any:
@@ -173,10 +174,10 @@ LAYOUTS = {
 OURS = tuple(name for name, layout in LAYOUTS.items() if layout.library == "shardwise")
 
 
-def on_mesh(recipe: Recipe, layout: Layout) -> dict[str, torch.Tensor]:
+def on_mesh(recipe: Recipe, layout: Layout, device: str = "cpu") -> dict[str, torch.Tensor]:
     """What training on the mesh of a layout gave, whole. Every rank calls this."""
-    mesh = mesh_of(layout.mesh_shape)
-    model, batch = made(recipe)
+    mesh = mesh_of(layout.mesh_shape, device_type=device)
+    model, batch = made(recipe, device)
     places = layout.places(model, layout.mesh_shape[-1])
     if layout.library == "DTensor":
         return on_mesh_of_dtensors(model, batch, mesh, places, layout)
@@ -230,17 +231,17 @@ class DtypesSeen(TorchDispatchMode):
         return result
 
 
-def sensitivity(recipe: Recipe, expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def sensitivity(recipe: Recipe, expected: Mapping[str, torch.Tensor], device: str = "cpu") -> dict[str, float]:
     """How far each result goes, relative to its largest element, when every parameter is rounded once more.
 
     Batch norm over four samples in many layers turns one rounding into differences of 1e-9 and more: a mesh, which adds
     in another order, cannot be nearer to one device than that.
     """
-    model, batch = made(recipe)
+    model, batch = made(recipe, device)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            up = torch.randint(2, parameter.shape, generator=generator).bool()
+            up = torch.randint(2, parameter.shape, generator=generator).bool().to(device)
             away = torch.where(up, torch.full_like(parameter, torch.inf), torch.full_like(parameter, -torch.inf))
             parameter.copy_(torch.nextafter(parameter, away) if parameter.is_floating_point() else parameter)
     rounded = trained(model, batch)
@@ -283,9 +284,9 @@ def differences(
     return sorted(found)
 
 
-def compared_on_rank(recipe: Recipe, layout: str, expected_path: str) -> tuple[list[str], bool]:
+def compared_on_rank(recipe: Recipe, layout: str, expected_path: str, device: str = "cpu") -> tuple[list[str], bool]:
     """The differences that one rank sees, and whether there are none only because roundings matter much."""
     tolerance, sensitive, expected = torch.load(expected_path, weights_only=True)
-    actual = on_mesh(recipe, LAYOUTS[layout])
+    actual = on_mesh(recipe, LAYOUTS[layout], device)
     found = differences(expected, actual, tolerance, sensitive)
     return found, not found and bool(differences(expected, actual, tolerance))

@@ -5,7 +5,8 @@ storage reads or writes address 0. So each way to the memory of a tensor either 
 where that is what the program means, or raises and says what to call instead.
 
 Torch's own code asks ``data_ptr() == 0`` to see that a tensor has no memory of its own (deepcopy, the staging of
-checkpoints, recurrent layers). So :meth:`data_ptr` stays torch's, and gives 0.
+checkpoints, recurrent layers), and models ask whether an address is aligned. So :meth:`data_ptr` gives 0, as torch's
+does. A Triton kernel would read there, which ends all that a process may do on its card: its launch is refused.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ __all__ = [
     "copied",
     "cuda_array_interface",
     "data",
+    "data_ptr",
     "give_values",
     "is_pinned",
     "is_set_to",
@@ -263,6 +265,27 @@ def _refuse(tensor: Any, asked: str, do: str) -> NoReturn:
 
 
 set_ = refusing(*_SET)
+
+_LAUNCH = 3
+"""How many frames up from ``data_ptr()`` the launch of a Triton kernel is at most: Triton makes code between them."""
+
+
+def data_ptr(tensor: Any) -> int:
+    """0, as torch answers for a tensor without memory of its own.
+
+    Raises :class:`LayoutError` if the launch of a Triton kernel asks, which would read at address 0.
+    """
+    frame = inspect.currentframe()
+    for _ in range(_LAUNCH):
+        frame = frame.f_back if frame else None
+        if frame and frame.f_globals.get("__name__", "").partition(".")[0] == "triton":
+            _refuse(
+                tensor,
+                "run a Triton kernel on {}",
+                "Launch it on to_local(), in a function that sw.local runs, or make it an op by "
+                "torch.library.custom_op and give that a rule.",
+            )
+    return 0
 
 
 def as_subclass(tensor: Any, cls: Any) -> Any:

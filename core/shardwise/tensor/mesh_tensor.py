@@ -43,6 +43,7 @@ from shardwise.private_torch.dispatch import (
     new_wrapper,
     support_foreach,
 )
+from shardwise.private_torch.scripts import interpret_scripts
 from shardwise.private_torch.sizes import make_known, write_formulas
 from shardwise.private_torch.tracing import (
     SETS_MEMORY,
@@ -389,6 +390,7 @@ class MeshTensor(torch.Tensor):
 
     # -- memory --
     data = memory_access.data
+    data_ptr = memory_access.data_ptr
     share_memory_ = memory_access.share_memory_
     is_shared = memory_access.is_shared
     pin_memory = memory_access.pin_memory
@@ -530,6 +532,7 @@ leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
 leave_out_of_graphs(MeshTensor.requires_grad_)
 leave_out_of_graphs(MeshTensor.__deepcopy__)
 leave_out_of_graphs(memory_access.data.fset)
+leave_out_of_graphs(memory_access.data_ptr)
 record_constants(MeshTensor, autograd.join_in_graph)
 fold_no_collectives()
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
@@ -537,6 +540,7 @@ guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 parametrize_through(MeshTensor, memory_access.give_values)
 take_control_flow(MeshTensor)
+interpret_scripts(MeshTensor)
 refuse_placing_tools(MeshTensor)
 write_formulas()
 raise_as_they_are(ShardingError)
