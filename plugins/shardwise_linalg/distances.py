@@ -31,10 +31,8 @@ def _of_shards(local: LocalCall, *args: Any, out: torch.Tensor | None = None) ->
     spec = local.outputs[0]
     assert spec is not None
     shape = local.local_shape(spec)
-    if 0 in shape:
-        result = args[1].new_empty(shape)
-    else:
-        result = local.call.op.overloadpacket.default(*args)
+    is_empty = 0 in shape
+    result = args[1].new_empty(shape) if is_empty else local.call.op.overloadpacket.default(*args)
     return result if out is None else out.copy_(result)
 
 

@@ -127,7 +127,7 @@ def scripted() -> list[float]:
 
     x = sw.distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
     traced = torch.jit.trace(torch.nn.Tanh(), torch.ones(4, 3))
-    script = torch.jit.CompilationUnit("def double(x):\n    return x * 2.0").double
+    script = torch.jit.CompilationUnit("def double(x):\n    return x * 2.0\n").double
     return [call(x).sum().item() for call in (traced, script) for _ in range(3)]
 
 
