@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import cmath
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -40,16 +42,24 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
 def multiply(local: LocalCall, *args: Any, **named: Any) -> Any:
     """An op that multiplies the parts of sums or averages by something else, here where that is infinite.
 
-    Parts of both signs times infinity add up to NaN, and so does a part that is zero. So the operands are reduced
-    first, and every rank has the result where it is infinite or NaN: adding or averaging it over the ranks leaves it as
-    it is. Factors are looked at where that needs no waiting, on a CPU; a graph cannot look.
+    Parts of both signs times infinity add up to NaN, and so does a part that is zero. So an operand is reduced first
+    where a factor of its parts is infinite, and every rank has the result there: infinite or NaN, which adding or
+    averaging it over the ranks leaves as it is. A factor may be partial itself, over other mesh dims: the ranks that
+    reduce the operand hold the same part of it. Factors are looked at where that needs no waiting, on a CPU; a graph
+    cannot look.
     """
-    parts, factors = local.once(_parts_and_factors)
-    if all(_is_finite(args[i]) for i in factors) and all(map(_is_finite, named.values())):
+    parts, every_factor = local.once(_parts_and_factors)
+    infinite = [i for i in every_factor if not _is_finite(args[i])]
+    everywhere = not all(map(_is_finite, named.values()))
+    if not infinite and not everywhere:
         return local.call.op(*args, **named)
     whole = list(args)
-    for i in parts:
-        whole[i] = reduced(local, local.spec(local.call.operand_names[i]), args[i])
+    for i, factors in parts:
+        where = [args[j] for j in factors if j in infinite]
+        if where or everywhere:
+            value = reduced(local, local.spec(local.call.operand_names[i]), args[i])
+            by_number = everywhere or not all(isinstance(factor, torch.Tensor) for factor in where)
+            whole[i] = value if by_number else torch.where(_all_finite(where), args[i], value)
     if local.call.signature.args[0].written and whole[0] is args[0]:
         whole[0] = whole[0].clone()
     values = local.call.op(*whole, **named)
@@ -57,11 +67,21 @@ def multiply(local: LocalCall, *args: Any, **named: Any) -> Any:
     return result.copy_(torch.where(values.isfinite(), result, values))
 
 
-def _parts_and_factors(local: LocalCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The places of the arguments that are partial, and of all others. In these ops tensors come first."""
-    parts = tuple(i for i, spec in enumerate(local.inputs) if spec is not None and spec.reductions)
-    positional = len(local.call.signature.positional)
-    return parts, tuple(i for i in range(positional) if i not in parts)
+def _parts_and_factors(local: LocalCall) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
+    """The places of the arguments that are partial, each with those of its factors, which are not partial over its mesh
+    dims; and the places of all factors. In these ops tensors come first.
+    """
+    partial = {i: spec.reductions.keys() for i, spec in enumerate(local.inputs) if spec is not None and spec.reductions}
+    positional = range(len(local.call.signature.positional))
+    parts = tuple(
+        (i, tuple(j for j in positional if dims.isdisjoint(partial.get(j, ())))) for i, dims in partial.items()
+    )
+    return parts, tuple(sorted({j for _, factors in parts for j in factors}))
+
+
+def _all_finite(factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where all factors are neither infinite nor NaN."""
+    return reduce(torch.logical_and, (factor.isfinite() for factor in factors))
 
 
 def _is_finite(factor: Any) -> bool:

@@ -245,6 +245,6 @@ def test_the_oracle_sees_what_infinite_factors_make_of_parts(op, looks, monkeypa
     if not looks:
         monkeypatch.setattr(scaling, "_is_finite", lambda _: True)
     samples = [(args, {}) for args in GIVEN[op]]
-    report = check_rule(evolve(OPS[op], ops=(op,)), samples, meshes=[(4,), (3,)], keep_going=True)
+    report = check_rule(evolve(OPS[op], ops=(op,)), samples, meshes=[(4,), (3,), (2, 2)], keep_going=True)
     assert report.cases
     assert bool(report.refuted) is not looks

@@ -136,3 +136,31 @@ def infinite_on_some_ranks():
 
 def test_ranks_whose_factors_are_finite_reduce_nothing(pool):
     pool.run(infinite_on_some_ranks)
+
+
+def sums_over_different_mesh_dims():
+    """Two sums, partial over one half of the mesh each, of which parts are infinite on some ranks."""
+    torch.manual_seed(0)
+    device_mesh = mesh((2, 2))
+    for seed in range(40):
+        torch.manual_seed(seed)
+        plain = [torch.randint(-2, 3, (4, 6)).float() for _ in range(2)]
+        for x in plain:
+            x.masked_fill_(torch.rand(4, 6) < 0.1, INFINITY)
+            x.masked_fill_(torch.rand(4, 6) < 0.1, -INFINITY)
+        rows, columns = (
+            sw.distribute_tensor(x, device_mesh, placements)
+            for x, placements in zip(plain, ([Shard(0), Replicate()], [Replicate(), Shard(0)]), strict=True)
+        )
+        single = [x.sum(0) for x in plain]
+        with sw.check_ranks():
+            one, other = rows.sum(0), columns.sum(0)
+            assert (one.placements, other.placements) == ((Partial("sum"), Replicate()), (Replicate(), Partial("sum")))
+            alike(one * other, single[0] * single[1])
+            alike(other * one, single[0] * single[1])
+            both = torch.addcmul(one * 2 + other, one, other, value=-1.0)
+            alike(both, torch.addcmul(single[0] * 2 + single[1], *single, value=-1.0))
+
+
+def test_a_product_of_sums_over_different_mesh_dims_is_that_of_one_device(pool):
+    pool.run(sums_over_different_mesh_dims)
