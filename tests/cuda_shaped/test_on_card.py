@@ -201,6 +201,32 @@ def test_captured_training_gives_the_numbers_of_one_device(alone, name, optimize
     alone.run(compare_captured, name, optimizer)
 
 
+def graphed_callable():
+    here = mesh((1,), device_type="cuda")
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).cuda()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).cuda()
+    model.load_state_dict(plain.state_dict())
+    distributed(model, here)
+    sample = sw.distribute_tensor(torch.rand(4, 8, device="cuda"), here, [Replicate()]).requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(model, (sample,))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.rand(4, 8, device="cuda", requires_grad=True)
+        placed = sw.distribute_tensor(x.detach(), here, [Replicate()]).requires_grad_()
+        found, expected = graphed(placed), plain(x)
+        torch.testing.assert_close(found.full_tensor(), expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(placed.grad.full_tensor(), x.grad)
+    gradients = [p.grad.full_tensor() for p in model.parameters()]
+    torch.testing.assert_close(gradients, [p.grad for p in plain.parameters()])
+
+
+def test_a_graphed_callable_gets_the_operands_of_each_call(alone):
+    alone.run(graphed_callable)
+
+
 COMPILED = ("language", "convolutions", "experts")
 
 

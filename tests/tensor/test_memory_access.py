@@ -131,6 +131,11 @@ def _launched(x):
     return in_triton(x, FunctionType(made.__code__, {}))
 
 
+def _graphed(x):
+    """As ``torch.cuda.make_graphed_callables`` asks, which copies an operand where its address is another."""
+    return FunctionType((lambda x: x.data_ptr()).__code__, {"__name__": "torch.cuda.graphs"})(x)
+
+
 class _Picture(torch.Tensor):
     """A tensor with a meaning, as ``tv_tensors.Image`` of torchvision."""
 
@@ -163,6 +168,7 @@ WAYS = {
     "data_ptr": (lambda x: x.data_ptr(), _equals(0)),
     "const_data_ptr": (lambda x: getattr(x, "const_data_ptr", x.data_ptr)(), _equals(0)),  # from torch 2.13 on
     "data_ptr of a Triton kernel's launch": (_launched, LayoutError),
+    "data_ptr of a graphed callable": (_graphed, lambda value, x: _equals(x.to_local().data_ptr())(value, x)),
     "storage_offset": (lambda x: x.storage_offset(), _equals(0)),
     "nbytes": (lambda x: x.nbytes, _equals(64)),
     # Storages.

@@ -6,7 +6,8 @@ where that is what the program means, or raises and says what to call instead.
 
 Torch's own code asks ``data_ptr() == 0`` to see that a tensor has no memory of its own (deepcopy, the staging of
 checkpoints, recurrent layers), and models ask whether an address is aligned. So :meth:`data_ptr` gives 0, as torch's
-does. A Triton kernel would read there, which ends all that a process may do on its card: its launch is refused.
+does. A Triton kernel would read there, which ends all that a process may do on its card: its launch is refused. And
+``torch.cuda.make_graphed_callables`` compares addresses to see whether it must copy what it is given.
 """
 
 from __future__ import annotations
@@ -271,20 +272,24 @@ _LAUNCH = 3
 
 
 def data_ptr(tensor: Any) -> int:
-    """0, as torch answers for a tensor without memory of its own.
+    """0, as torch answers for a tensor without memory of its own; to a graphed callable that of this rank's part.
 
     Raises :class:`LayoutError` if the launch of a Triton kernel asks, which would read at address 0.
     """
     frame = inspect.currentframe()
+    callers = []
     for _ in range(_LAUNCH):
         frame = frame.f_back if frame else None
-        if frame and frame.f_globals.get("__name__", "").partition(".")[0] == "triton":
-            _refuse(
-                tensor,
-                "run a Triton kernel on {}",
-                "Launch it on to_local(), in a function that sw.local runs, or make it an op by "
-                "torch.library.custom_op and give that a rule.",
-            )
+        callers.append(str(frame.f_globals.get("__name__", "")) if frame else "")
+    if callers[0] == "torch.cuda.graphs":
+        return fresh(tensor._local_tensor).data_ptr()
+    if any(caller.partition(".")[0] == "triton" for caller in callers):
+        _refuse(
+            tensor,
+            "run a Triton kernel on {}",
+            "Launch it on to_local(), in a function that sw.local runs, or make it an op by torch.library.custom_op "
+            "and give that a rule.",
+        )
     return 0
 
 
