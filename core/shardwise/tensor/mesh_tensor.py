@@ -53,9 +53,11 @@ from shardwise.private_torch.tracing import (
     take_plain_tangents,
 )
 from shardwise.private_torch.transforms import ASKS_OF_TANGENTS, give_attributes
-from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
+from shardwise.tensor import autograd, dcp_chunks, from_local, host_copies, leaf_grads, memory_access, open_sizes
 from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
+from shardwise.tensor.grad_layouts import grad_layout, grad_under
+from shardwise.tensor.graph_borders import join_in_graph, plain_tangent
 from shardwise.tensor.learned_layouts import note_asked, now_elsewhere, warn_of_another_layout
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.names import tag_by_name
@@ -139,11 +141,11 @@ class MeshTensor(torch.Tensor):
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
         """The layout that compiled code assumes for an output's gradient: the output's, with partial as replicated."""
-        return autograd.grad_under(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
+        return grad_under(self, grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(self, known: _Known, expected: type | None = None) -> MeshTensor | None:
         """The gradient in the layout that compiled code expects; ``None`` if the code expects another class."""
-        return None if expected is not None else autograd.grad_under(self, known[0].placements)
+        return None if expected is not None else grad_under(self, known[0].placements)
 
     # -- layout --
     @property
@@ -182,7 +184,7 @@ class MeshTensor(torch.Tensor):
         :class:`LayoutError` for a local shape that does not fit, and :class:`RankDisagreementError` on every rank if
         the ranks differ.
         """
-        tensor: MeshTensor = autograd.from_local(
+        tensor: MeshTensor = from_local.from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
         )
         return tensor
@@ -250,7 +252,7 @@ class MeshTensor(torch.Tensor):
         """
         placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
         # Passed explicitly: torch's default for a partial tensor differs between its releases.
-        local = tensor.to_local(grad_placements=autograd.grad_layout(placements))
+        local = tensor.to_local(grad_placements=grad_layout(placements))
         return cls.from_local(local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
     def to_dtensor(self) -> DTensor:
@@ -530,9 +532,9 @@ leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
 leave_out_of_graphs(MeshTensor.requires_grad_)
 leave_out_of_graphs(MeshTensor.__deepcopy__)
 leave_out_of_graphs(memory_access.data.fset)
-record_constants(MeshTensor, autograd.join_in_graph)
+record_constants(MeshTensor, join_in_graph)
 fold_no_collectives()
-take_plain_tangents(MeshTensor, autograd.plain_tangent)
+take_plain_tangents(MeshTensor, plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 parametrize_through(MeshTensor, memory_access.give_values)
