@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from shardwise.cli import main
 from shardwise.cli.output import pipe_width
+from shardwise.steps import planning
 
 BORDERS = ("│", "┃", "┏", "└")
 WORDS = re.compile(r"[^\s│┃]+")
@@ -139,7 +140,25 @@ def printed(tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def planned_once():
+    """A plan is made once for all widths, as what is asked is how it is printed; the bar runs each time."""
+    plan, made = planning.plan, []
+
+    def once(*arguments, tell, **options):
+        if not made:
+            made.append(plan(*arguments, tell=tell, **options))
+        for phase in (*planning.PLAN_PHASES, "prove"):
+            tell(phase, made[0].calls)
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "plan", once)
+        yield
+
+
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+@pytest.mark.usefixtures("planned_once")
 def test_a_plan_shows_its_figures_whole_at_any_width(printed, terminal):
     asked = ("plan", "mine.py:step", "--mesh", "2x2", "--names", "dp,tp", "--fixed", "parameters", "--prove")
     wide = printed(200, *asked, terminal=terminal)

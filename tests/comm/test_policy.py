@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.comm.policy import ACTIONS, KINDS, PHASES, Policy, _checked, parse_policies
+from shardwise.comm.policy_text import ACTIONS, KINDS, PHASES, Policy, checked_policy, parse_policies
 from shardwise.errors import SettingsError
 from shardwise.settings import read_settings
 
 policies = st.builds(
-    lambda action, over, kinds, above, phases: _checked(action, over, kinds, above, phases, "test"),
+    lambda action, over, kinds, above, phases: checked_policy(action, over, kinds, above, phases, "test"),
     st.sampled_from(ACTIONS),
     st.none() | st.lists(st.sampled_from(["dp", "tp", 0, 1]), min_size=1, max_size=3, unique=True),
     st.none() | st.lists(st.sampled_from(KINDS), min_size=1, unique=True),

@@ -12,7 +12,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.comm import events
 from shardwise.errors import NoStrategyError, RankDisagreementError
 from shardwise.testing import mesh
-from shardwise_matmul import flex
+from shardwise_matmul import flex_kernels
 
 BLOCK = 16
 
@@ -190,13 +190,13 @@ def parts_of_a_mask(placements):
         sw.distribute_tensor(t.detach(), m, [Replicate()] if i and placements == [Shard(2)] else placements)
         for i, t in enumerate(operands())
     ]
-    taken, kernel = [], flex.FORWARD
+    taken, kernel = [], flex_kernels.FORWARD
 
     def take(*args):
         taken.append(args)
         return kernel(*args)
 
-    with sw.plain("replicate"), mock.patch.object(flex, "FORWARD", new=take):
+    with sw.plain("replicate"), mock.patch.object(flex_kernels, "FORWARD", new=take):
         flex_attention(*parts, block_mask=block_mask)
     spec = parts[0].spec
     (b, h, n, _), (b0, h0, n0, _) = spec.local_shape_and_offset()

@@ -15,7 +15,7 @@ from shardwise import Partial, Replicate
 from shardwise.errors import NoPlanError, NoStrategyError, PlacementError
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.step_problem import StepProblem
-from shardwise.steps import learning
+from shardwise.steps import step_decision
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.solving import with_decisions
 from shardwise.testing import mesh
@@ -59,7 +59,7 @@ def replay_decided(program, watched, *, seed):
     m = mesh(program.mesh_shape)
     parameter = nn.Parameter(sw.zeros((1,), device_mesh=m, placements=[Replicate()] * m.ndim))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    decide, learning.decide_step = learning.decide_step, partial(decided_by_chance, seed=seed)
+    decide, step_decision.decide_step = step_decision.decide_step, partial(decided_by_chance, seed=seed)
     try:
         with sw.learn() as learned_here:
             replay(program, [()] * len(program.lines))
@@ -70,11 +70,11 @@ def replay_decided(program, watched, *, seed):
             learned_here.freeze()
             return replay(program, watched)
     finally:
-        learning.decide_step = decide
+        step_decision.decide_step = decide
 
 
 def decided_by_chance(graph, limit=None, earlier=None, *, seed):  # as what it stands for
-    """In place of :func:`shardwise.steps.learning.decide_step`: some legal assignment, far from the best."""
+    """In place of :func:`shardwise.steps.step_decision.decide_step`: some legal assignment, far from the best."""
     chance = random.Random(seed)  # noqa: S311  # no secret
     costs = WorkCosts(graph)
     problem = StepProblem(graph, costs)
@@ -93,7 +93,7 @@ def decided_by_chance(graph, limit=None, earlier=None, *, seed):  # as what it s
     found.cost = problem.cost(found)
     assert found.cost < FORBIDDEN
     solved = with_decisions(problem, costs, recorded, found)
-    return learning.Learned(solved.decisions, None, solved.seconds, len(graph.calls), solved.torn, 0.0)
+    return step_decision.Learned(solved.decisions, None, solved.seconds, len(graph.calls), solved.torn, 0.0)
 
 
 def _rested(problem, assignment, makers, chance):

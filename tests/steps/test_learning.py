@@ -23,7 +23,7 @@ from shardwise.engine import decided
 from shardwise.errors import NoPlanError, RankDisagreementError
 from shardwise.kernel import recording  # the module: what it holds is copied to the ranks with a test
 from shardwise.kernel.placements import strided_shard
-from shardwise.steps import learning
+from shardwise.steps import learning, step_decision
 from shardwise.steps import recording as step_recording
 from shardwise.tensor import optimizer_step as stepping
 from shardwise.testing import mesh
@@ -247,12 +247,12 @@ def without_a_plan():
     model = nn.Linear(4, 4)
     sw.distribute_module(model, m, {"weight": [Shard(0)]})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    real = learning.solve_graph
+    real = step_decision.solve_graph
 
     def failing(*_):
         raise NoPlanError(asked="plan", found="nothing", do="wait.")
 
-    learning.solve_graph = failing
+    step_decision.solve_graph = failing
     try:
         with sw.learn(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -261,7 +261,7 @@ def without_a_plan():
                 optimizer.step()
             return [str(warning.message) for warning in caught], decided.in_force.decisions
     finally:
-        learning.solve_graph = real
+        step_decision.solve_graph = real
 
 
 def test_a_program_without_a_plan_goes_on_with_a_warning(two_ranks):

@@ -33,9 +33,9 @@ from shardwise.program.step_problem import StepProblem
 from shardwise.program.step_repair import Repair
 from shardwise.program.step_solution import MeshDimProblem, exchanged, solve_step
 from shardwise.steps.costs import WorkCosts
-from shardwise.steps.learning import decide_step
 from shardwise.steps.recording import Recording
 from shardwise.steps.sent import sent_by
+from shardwise.steps.step_decision import decide_step
 from shardwise.tools.explain import explain
 from shardwise.tools.rehearse import RankWatch
 

@@ -20,7 +20,7 @@ from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import Arg, Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.ops import schema_of
-from shardwise.tools.explain import bind_call, call_error
+from shardwise.tools.call_binding import bind_call, call_error
 
 __all__ = ["Operand", "arguments_of", "find_op", "parse_arguments", "parse_operand"]
 

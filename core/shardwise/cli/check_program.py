@@ -12,9 +12,8 @@ import click
 from attrs import asdict
 from rich.console import Console
 
-from shardwise.cli.modules import load_function
+from shardwise.cli.modules import load_function_of_mesh
 from shardwise.cli.output import json_option, print_json, print_rows, print_text
-from shardwise.cli.program_errors import OF_MESH, check_takes
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.errors import WorkerError
 from shardwise.kernel.plurals import counted
@@ -88,7 +87,7 @@ def check_program(  # noqa: PLR0913  # an argument per option
                 program,
                 mesh_shape,
                 words,
-                load=_load,
+                load=load_function_of_mesh,
                 plan=None if plan is None else str(plan.resolve()),
                 rtol=rtol,
                 double=double,
@@ -109,13 +108,6 @@ def check_program(  # noqa: PLR0913  # an argument per option
         _print(report)
     if not report.is_same:
         click.get_current_context().exit(1)
-
-
-def _load(program: str) -> Callable[..., Any]:
-    """The program, on a rank."""
-    function: Callable[..., Any] = load_function(program)
-    check_takes(program, function, "mesh", do=OF_MESH)
-    return function
 
 
 def _refuse_plugins(program: str) -> None:

@@ -25,7 +25,7 @@ from shardwise.private_torch.ops import is_composite
 from shardwise.testing.inference import Inferred
 from shardwise.testing.inference import infer as infer_rule
 from shardwise.testing.values import Sample
-from shardwise.tools.explain import bind_call
+from shardwise.tools.call_binding import bind_call
 
 __all__ = ["infer"]
 

@@ -13,7 +13,7 @@ import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.subject import editable_folder
-from shardwise.comm.policy import parse_policies
+from shardwise.comm.policy_text import parse_policies
 from shardwise.discovery.entry_points import GROUP, discover
 from shardwise.errors import LinksError, LockError, SettingsError
 from shardwise.kernel.first_party import CORE, PROJECT, core_distribution, core_version

@@ -16,9 +16,10 @@ from typing import Any
 
 import click
 
+from shardwise.cli.program_errors import check_takes
 from shardwise.kernel.arguments import kind_of
 
-__all__ = ["import_option", "imported_from", "load_function", "load_module", "run_file"]
+__all__ = ["import_option", "imported_from", "load_function", "load_function_of_mesh", "load_module", "run_file"]
 
 
 def load_module(text: str) -> ModuleType:
@@ -89,6 +90,14 @@ def load_function(text: str) -> Callable[[], Any]:
         kind = f", it is {kind_of(value)}" if hasattr(module, name) else ""
         raise click.ClickException(f"{where} has no function {name!r}{kind}{hint}")
     function: Callable[[], Any] = value
+    return function
+
+
+def load_function_of_mesh(text: str) -> Callable[..., Any]:
+    """As :func:`load_function`; raises ``click.ClickException`` for a function that takes no mesh, or more."""
+    function: Callable[..., Any] = load_function(text)
+    do = "Write `def step(mesh):`, and give it what else it needs by defaults, or by a function around it."
+    check_takes(text, function, "mesh", do=do)
     return function
 
 

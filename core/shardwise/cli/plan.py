@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shardwise.cli.modules import load_function
+from shardwise.cli.modules import load_function_of_mesh
 from shardwise.cli.output import json_option, print_json, print_parts, print_rows, print_text, refuse_no_folder
-from shardwise.cli.program_errors import OF_MESH, check_takes, program_errors
+from shardwise.cli.program_errors import program_errors
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape, words_per_mesh_dim
 from shardwise.program.amounts import milliseconds, parse_size, size_text
 from shardwise.program.plan_file import Line, PlanFile, parse
@@ -110,9 +110,7 @@ def step(  # noqa: PLR0913  # the options of the command
 
     def run(mesh: DeviceMesh) -> Any:
         # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
-        function: Callable[..., Any] = load_function(program)
-        check_takes(program, function, "mesh", do=OF_MESH)
-        return function(mesh)
+        return load_function_of_mesh(program)(mesh)
 
     options: dict[str, Any] = {
         "fixed": () if fixed is None else (fixed,),
@@ -134,12 +132,7 @@ def step(  # noqa: PLR0913  # the options of the command
             made = planned_by(run, mesh_shape, words, tell=tell, **options)
     if out is not None:
         made.save(out)
-    if as_json:
-        content = _as_json(made) if shapes is None else {**_as_json(made), "shapes": _shapes_json(shapes)}
-        print_json(content)
-    else:
-        print_parts([*([] if shapes is None else [_shapes_table(shapes)]), *_tables(made)])
-        print_text(f"\n{_verdict(made)}")
+    _print(made, shapes, as_json=as_json)
 
 
 def _factor_names(names: str | None) -> list[str] | None:
@@ -166,6 +159,15 @@ def _progress(*, shown: bool, proves: bool) -> Iterator[Callable[[str, int], Non
             bar.update(task, completed=phases.index(phase), description=text)
 
         yield tell
+
+
+def _print(made: Planned, shapes: Mapping[tuple[int, ...], Planned | Exception] | None, *, as_json: bool) -> None:
+    """Print a plan, and what was found for each shape of the mesh where all were tried."""
+    if as_json:
+        print_json({**_as_json(made), **({} if shapes is None else {"shapes": _shapes_json(shapes)})})
+    else:
+        print_parts([*([] if shapes is None else [_shapes_table(shapes)]), *_tables(made)])
+        print_text(f"\n{_verdict(made)}")
 
 
 # -- one plan for each shape of the mesh -----------------------------------------------------------------------------

@@ -12,10 +12,7 @@ import click
 from shardwise.errors import ShardingError
 from shardwise.kernel.plurals import counted
 
-__all__ = ["OF_MESH", "check_takes", "program_errors"]
-
-OF_MESH = "Write `def step(mesh):`, and give it what else it needs by defaults, or by a function around it."
-
+__all__ = ["check_takes", "program_errors"]
 
 _NOT_RUN = (
     (inspect.iscoroutinefunction, "an async function"),

@@ -13,8 +13,7 @@ from attrs import frozen
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.cli.modules import load_function
-from shardwise.cli.program_errors import OF_MESH, check_takes
+from shardwise.cli.modules import load_function_of_mesh
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -52,9 +51,7 @@ class StepProgram:
 
     def run(self, mesh: DeviceMesh) -> Any:
         """Load the function and call it: a model that a file makes when it is imported takes no memory here."""
-        function: Callable[..., Any] = load_function(self.text)
-        check_takes(self.text, function, "mesh", do=OF_MESH)
-        return function(mesh)
+        return load_function_of_mesh(self.text)(mesh)
 
 
 _OPTIONS = (

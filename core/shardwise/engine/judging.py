@@ -9,7 +9,8 @@ from typing import Any
 
 from attrs import frozen
 
-from shardwise.comm.policy import Policy, Stack, in_force, policies_now
+from shardwise.comm.policy import Stack, in_force, policies_now
+from shardwise.comm.policy_text import Policy
 from shardwise.engine.call_site import is_in_optimizer_step, users_line
 from shardwise.engine.sends import Moved, Sends, move_of
 from shardwise.engine.shared_moves import held_moves

@@ -207,7 +207,8 @@ class _Reader:
     text: str
     source: str
 
-    def plan(self) -> PlanFile:
+    def content(self) -> dict[str, Any]:
+        """The tables of the file: all those of a plan of this version, and no others."""
         try:
             content = tomllib.loads(self.text)
         except (ValueError, RecursionError) as error:  # also numbers of too many digits, and tables nested too deeply
@@ -233,6 +234,10 @@ class _Reader:
         unknown = sorted(content.keys() - {*_TOP, *_SECTIONS, "rests", "moves"})
         if unknown:
             raise self.wrong(f"nothing in a plan is called {unknown[0]!r}", self.line(unknown[0]))
+        return content
+
+    def plan(self) -> PlanFile:
+        content = self.content()
         mesh = self.table(content["mesh"], "mesh")
         for name, n in mesh.items():
             if not isinstance(n, int) or isinstance(n, bool) or n < 1:

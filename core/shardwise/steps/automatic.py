@@ -30,10 +30,7 @@ from shardwise.settings import read_settings
 from shardwise.steps.agreement import recording_digest
 from shardwise.steps.learning import (
     MOST_ROUNDS,
-    Learned,
     Learning,
-    decided_by_all,
-    has_ranks,
     is_settled,
     learn,
     running,
@@ -41,6 +38,7 @@ from shardwise.steps.learning import (
 )
 from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.recording import Recording, Trial
+from shardwise.steps.step_decision import Learned, decided_by_all, has_ranks
 
 __all__ = ["Automatic", "is_worth_it", "learn_by_itself"]
 

@@ -13,8 +13,8 @@ from shardwise.engine.decided import in_force, use_decisions
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.fake import fake_tensors
 from shardwise.program.collection import no_collection
-from shardwise.steps.learning import Learned, decide_step
 from shardwise.steps.recorded_step import RecordingWatch
+from shardwise.steps.step_decision import Learned, decide_step
 from shardwise.tools.rehearse import check_program, fake_ranks, follow, refuse_in_a_group
 
 __all__ = ["learned_step"]

@@ -232,39 +232,28 @@ def _planned(
     request: Request,
     say: Callable[[str, int], None],
 ) -> Planned:
-    times = [time.perf_counter()]
-    use_decisions(None)
-    watch = RecordingWatch(lambda _, ops: say("record", ops))
-    with watch.installed(), watch.recorded():
-        recorded = follow(program, mesh, watch)
-    step = watch.step()
-    del watch
-    times.append(time.perf_counter())
+    spent: dict[str, float] = {}
+    with _timed(spent, "record"):
+        step, recorded = _record(program, mesh, say)
     say("solve", 0)
-    with no_collection():
+    with _timed(spent, "solve"), no_collection():
         search = PlanSearch(step.graph, request, recorded.memory)
-    spent = 0.0
     while True:
-        with no_collection():
+        with _timed(spent, "solve"), no_collection():
             solved = search.solved()
-        placed = {**step.parameters, **search.placements(solved)}
-        begin = time.perf_counter()
-        use_decisions(solved.decisions, partial(_places, placed, tuple(mesh.mesh_dim_names or ())))
-        check = RankWatch(lambda _, ops: say("verify", ops))
-        with check.installed():
-            rehearsal = follow(program, mesh, check)
-        spent += time.perf_counter() - begin
-        if search.accepts(solved, rehearsal.memory):
+            placed = {**step.parameters, **search.placements(solved)}
+        with _timed(spent, "verify"):
+            rehearsal = _rehearse(program, mesh, solved, placed, say)
+        with _timed(spent, "solve"):
+            is_accepted = search.accepts(solved, rehearsal.memory)
+        if is_accepted:
             break
         say("solve", 0)
-    times += [time.perf_counter() - spent, time.perf_counter()]
-    seconds = {phase: b - a for phase, a, b in zip(PLAN_PHASES, times, times[1:], strict=False)}
     bound = None
     if request.prove:
         say("prove", 0)
-        with no_collection():
+        with _timed(spent, "prove"), no_collection():
             bound = search.bound()
-        seconds["prove"] = time.perf_counter() - times[-1]
     predicted = _predicted(solved.problem, solved.best, solved.costs)
     differences = tuple(_differences(predicted, uses_of(rehearsal)))
     return Planned(
@@ -280,8 +269,41 @@ def _planned(
         differences=differences,
         calls=len(step.graph.calls),
         torn=solved.torn,
-        seconds=seconds,
+        seconds=spent,
     )
+
+
+@contextmanager
+def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the seconds of what runs inside to those of a phase."""
+    begin = time.perf_counter()
+    yield
+    spent[phase] = spent.get(phase, 0.0) + time.perf_counter() - begin
+
+
+def _record(
+    program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, say: Callable[[str, int], None]
+) -> tuple[RecordedStep, Rehearsal]:
+    """The step as the choice op by op runs it."""
+    use_decisions(None)
+    watch = RecordingWatch(lambda _, ops: say("record", ops))
+    with watch.installed(), watch.recorded():
+        recorded = follow(program, mesh, watch)
+    return watch.step(), recorded
+
+
+def _rehearse(
+    program: Callable[[DeviceMesh], Any],
+    mesh: DeviceMesh,
+    solved: Solved,
+    placed: Mapping[str, Layout],
+    say: Callable[[str, int], None],
+) -> Rehearsal:
+    """The step by the decisions of a plan, with its parameters placed as the plan says."""
+    use_decisions(solved.decisions, partial(_places, placed, tuple(mesh.mesh_dim_names or ())))
+    watch = RankWatch(lambda _, ops: say("verify", ops))
+    with watch.installed():
+        return follow(program, mesh, watch)
 
 
 def _places(layouts: Mapping[str, Layout], mesh_names: Sequence[str], name: str) -> Places | None:

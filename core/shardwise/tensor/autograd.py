@@ -1,9 +1,9 @@
 """Autograd at the borders of a MeshTensor: into it, out of it, and from one layout to another.
 
-A MeshTensor's gradient is a global tensor, so every layout of it is correct. These functions choose the layout. The
-default is the layout of the forward tensor, with partial read as replicated, because each partial part has the whole
-gradient. A tensor without a gradient has none under another layout: zeros would give a parameter that was not used a
-gradient, and torch's formulas a case that they do not meet on one device.
+Each of the three is a function of autograd, and their backwards call each other: :func:`redistribute` for another
+layout, :func:`split` for a rank's part, and :func:`join` for the tensor of a part. What they do to memory is in
+:mod:`shardwise.tensor.below_autograd`. A tensor without a gradient has none under another layout: zeros would give a
+parameter that was not used a gradient, and torch's formulas a case that they do not meet on one device.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ import torch
 
 from shardwise.comm import origins
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
-from shardwise.comm.redistribute import route, runner
+from shardwise.comm.redistribute import route
 from shardwise.comm.run_step import StepRunner
 from shardwise.engine.judging import judge_move
 from shardwise.engine.plain_tensors import accept
-from shardwise.engine.view_copies import link_view
 from shardwise.errors import LayoutError, LocalGradientError, TracingError
-from shardwise.kernel.arguments import check_flag, check_mesh, check_tensor
 from shardwise.kernel.engine import tensor_class
-from shardwise.kernel.kept_moves import leave_out
-from shardwise.kernel.local_strides import alias, in_order
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.places import Places, per_mesh_dim
 from shardwise.kernel.recording import recording
 from shardwise.kernel.reductions import LINEAR
 from shardwise.kernel.results import wrap
-from shardwise.kernel.spec import SpecLayout, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
-from shardwise.private_torch.dispatch import base_of, memory_of, with_memory
-from shardwise.private_torch.distributed import current_mesh
+from shardwise.private_torch.dispatch import with_memory
 from shardwise.private_torch.modes import recording_mode
 from shardwise.private_torch.tracing import (
     is_recorded,
@@ -53,35 +48,21 @@ from shardwise.private_torch.transforms import (
     is_wrapped,
 )
 from shardwise.tensor.batched import batched_spec, in_batches, is_on_mesh, moved, spec_of
-from shardwise.tensor.local_parts import agree_on_part, check_device, refuse_dtensor, spec_of_part
+from shardwise.tensor.below_autograd import move, part_of, tensor_of
+from shardwise.tensor.grad_layouts import checked_grad_layout, grad_layout
+from shardwise.tensor.local_parts import check_device, spec_of_part
 from shardwise.tensor.names import name_of
-from shardwise.tensor.placed import note_placed
 from shardwise.tensor.recorded import RecordedCall
-from shardwise.tensor.traceable import traceable
-from shardwise.tensor.waiting import source_of, waiting
+from shardwise.tensor.waiting import source_of
 
 __all__ = [
-    "from_local",
-    "grad_layout",
     "join",
-    "join_in_graph",
     "on_mesh",
     "redistribute",
     "reduce_later",
     "split",
     "to_local",
 ]
-
-
-def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """The default placements of the gradient of a tensor with these placements."""
-    return tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
-
-
-def _checked_grad_layout(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tuple[Placement, ...]:
-    if grad_placements is None:
-        return grad_layout(spec.placements)
-    return check_placements(per_mesh_dim(grad_placements, spec.mesh), spec.mesh.ndim, spec.ndim)
 
 
 # -- one layout to another ---------------------------------------------------------------------------------------
@@ -167,7 +148,7 @@ def _redistribute_transformed(
         return in_batches(lambda inside, n: redistribute(inside, moved(target, 0, n)), tensor)
     spec = spec_of(tensor)
     target = check_placements(per_mesh_dim(placements, spec.mesh), spec.mesh.ndim, spec.ndim)
-    how = target, _checked_grad_layout(grad_placements, spec), grad_dtype
+    how = target, checked_grad_layout(grad_placements, spec), grad_dtype
     return _apply(_RedistributeTransformed, tensor, how)
 
 
@@ -196,11 +177,11 @@ def redistribute(
         if subject and not is_recorded(tensor._local_tensor):
             steps.tell_subject(subject)
     if (torch.is_grad_enabled() and _requires_grad(tensor)) or has_tangent(tensor):
-        layout = _checked_grad_layout(grad_placements, tensor._spec)
+        layout = checked_grad_layout(grad_placements, tensor._spec)
         how = target, steps, layout, async_op, grad_dtype
         return _Redistribute.apply(tensor, how)  # type: ignore[no-untyped-call]
     if grad_placements is not None:
-        _checked_grad_layout(grad_placements, tensor._spec)  # raises for wrong placements, also without a gradient
+        checked_grad_layout(grad_placements, tensor._spec)  # raises for wrong placements, also without a gradient
     return _run(tensor, target, steps, async_op)
 
 
@@ -224,28 +205,8 @@ _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-de
 def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
     if recording_mode() is not None and (is_recorded_whole(tensor) or is_recorded_constant(tensor)):
         call = RecordedCall("redistribute", redistribute, target.placements)
-        return record_call(call, tensor, lambda: _run_now(tensor, target, steps, async_op))
-    return _run_now(tensor, target, steps, async_op)
-
-
-def _run_now(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
-    local = fresh(tensor._local_tensor) if tensor._spec.is_copy else tensor._local_tensor
-    if steps is None:
-        # The layout stays the same and so does the memory: to autograd the result is a view.
-        result = wrap(alias(local), target)
-        if tensor._spec.is_copy:
-            link_view(tensor, result)
-    elif async_op and steps.start is not None and not is_recorded(local):
-        result = waiting(steps.start(local).keep(tensor, local), target, local.device)
-    else:
-        moved_local = steps.run(local)
-        if target.is_replicated and type(moved_local) is torch.Tensor:
-            note_placed(moved_local)
-        result = wrap(moved_local, target)
-    origins.derive("redistribute", tensor, result)
-    if recording.recorder is not None:
-        recording.recorder.redistributed(tensor, result)
-    return result
+        return record_call(call, tensor, lambda: move(tensor, target, steps, async_op))
+    return move(tensor, target, steps, async_op)
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
@@ -342,23 +303,8 @@ def _part(tensor: Any) -> torch.Tensor:
     """A new tensor over the local memory."""
     if recording_mode() is not None and is_recorded_whole(tensor):
         call = RecordedCall("split", split, grad_layout(tensor._spec.placements))
-        return record_call(call, tensor, lambda: _part_now(tensor).detach())
-    return _part_now(tensor)
-
-
-def _part_now(tensor: Any) -> torch.Tensor:
-    """The same. A write to the memory of a view counts as one to its base: torch's counters of local tensors do not
-    know that a view of a MeshTensor is one.
-    """
-    local: torch.Tensor = tensor._local_tensor
-    base: Any = base_of(tensor)
-    if base is not None and type(local) is torch.Tensor:
-        whole = base._local_tensor
-        is_same = local.dtype is whole.dtype and not local.is_complex() and local.is_neg() == whole.is_neg()
-        if is_same and memory_of(local) == memory_of(whole):
-            part: torch.Tensor = whole.as_strided(local.shape, local.stride(), local.storage_offset())
-            return part
-    return alias(local)
+        return record_call(call, tensor, lambda: part_of(tensor).detach())
+    return part_of(tensor)
 
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
@@ -367,27 +313,15 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
         if isinstance(tensor, tensor_class()):
             with below_transforms():
                 return to_local(tensor, grad_placements)
-        return split(tensor, _checked_grad_layout(grad_placements, spec_of(tensor)))
+        return split(tensor, checked_grad_layout(grad_placements, spec_of(tensor)))
     if recording.recorder is not None:
         recording.recorder.read(tensor)
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None and not has_tangent(tensor):
         return _part(tensor)
-    part: torch.Tensor = _ToLocal.apply(tensor, _checked_grad_layout(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
+    part: torch.Tensor = _ToLocal.apply(tensor, checked_grad_layout(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
     return part
-
-
-def join_in_graph(tensor: Any) -> tuple[torch.Tensor, RecordedCall]:
-    """The part in a tensor, and what makes the tensor of it in a graph of ``make_fx``."""
-    spec: TensorSpec = tensor._spec
-    if spec.tensor_meta.is_symbolic:
-        raise TracingError(
-            asked=f"record {spec}, made of a local tensor, with make_fx",
-            found="its sizes are symbols, and the graph would keep those of the trace",
-            do='Use torch.compile, or tracing_mode="real" or "fake", or return to_local().',
-        )
-    return tensor._local_tensor, RecordedCall("join", join, spec, grad_layout(spec.placements))
 
 
 class _FromLocal(torch.autograd.Function):
@@ -401,7 +335,7 @@ class _FromLocal(torch.autograd.Function):
         *_beside: torch.Tensor,
     ) -> Any:
         _keep_to_join(ctx, spec, grad, again, len(_beside))
-        return _joined(local, spec)
+        return tensor_of(local, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -431,19 +365,10 @@ def _keep_to_join(ctx: Any, *values: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _joined(local: torch.Tensor, spec: TensorSpec) -> Any:
-    # Every rank has the same spec, and an empty part does not say how the others lie. So the part takes the strides of
-    # the spec.
-    part = in_order(with_memory(local), spec.tensor_meta)
-    tensor = wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
-    leave_out(tensor)
-    return tensor
-
-
 class _FromLocalTransformed(_FromLocal):
     @staticmethod
     def forward(local: torch.Tensor, spec: TensorSpec, _grad: Any, _again: Any, *_beside: torch.Tensor) -> Any:  # type: ignore[override]  # as above
-        return _joined(local, spec)
+        return tensor_of(local, spec)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -481,60 +406,7 @@ def join(
     return above_batches(_FromLocal.apply(inside, spec, grad, again, *beside), levels)  # type: ignore[no-untyped-call]
 
 
-@traceable
-def from_local(
-    local: torch.Tensor,
-    mesh: Any,
-    placements: Places | None,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None,
-) -> Any:
-    """A MeshTensor from this rank's part; see :meth:`MeshTensor.from_local`."""
-    mesh = current_mesh() if mesh is None else mesh
-    asked = "take a tensor as this rank's part"
-    check_tensor(asked, local, "local_tensor")
-    check_mesh(asked, mesh)
-    refuse_dtensor(local, asked)
-    if isinstance(local, tensor_class()):
-        raise LayoutError(
-            asked=asked,
-            found=f"it is a MeshTensor {tuple(local.shape)} {show_all(local._spec.placements)} already",
-            do="Use it as it is, redistribute it, or give its part: to_local().",
-        )
-    check_flag(asked, run_check, "run_check")
-    check_device(local, mesh)
-    layout = (REPLICATE,) * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
-    spec = spec_of_part(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
-    agree_on_part(local, spec, "from_local", "shape" if shape is None else "", run_check)
-    if placements is not None and spec.is_replicated and type(local) is torch.Tensor and not are_transforms_active():
-        note_placed(local)
-    return join(local, spec, _checked_grad_layout(grad_placements, spec))
-
-
-# -- at the border of a compiled graph ---------------------------------------------------------------------------
-
-
-def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
-    """A gradient under other placements, below autograd."""
-    spec = grad._spec
-    goal = spec.with_placements(target)
-    if goal is not spec:
-        judge_move("run compiled code backward", "the gradient of a result", spec, target)
-    return grad if goal is spec else wrap(runner(spec, goal)(grad._local_tensor), goal)
-
-
-def plain_tangent(grad: torch.Tensor, known: Any) -> Any:
-    """The gradient of an output of compiled code from the plain zeros that autograd makes for an unused output.
-
-    The ranks do not compare it: torch asks for it only where the rank's part has elements, so some ranks never come
-    here.
-    """
-    layout: SpecLayout = known[0]
-    spec = layout.spec(grad.shape, grad.stride(), grad.dtype)
-    asked = "take the gradient of an output of compiled code"
-    return grad_under(on_mesh(grad, spec, asked, compare=False), layout.placements)
+# -- gradients that come as plain tensors ------------------------------------------------------------------------
 
 
 def on_mesh(grad: Any, spec: TensorSpec, asked: str, *, compare: bool = True) -> Any:

@@ -23,7 +23,8 @@ from shardwise.kernel.placements import Partial, Placement
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.path import Step, shortest_path
 from shardwise.private_torch.tracing import is_recorded
-from shardwise.tensor.autograd import grad_layout, grad_under, redistribute
+from shardwise.tensor.autograd import redistribute
+from shardwise.tensor.grad_layouts import grad_layout, grad_under
 from shardwise.tensor.names import name_of
 
 __all__ = ["accumulate", "late", "layout_until_later", "place_late", "prepared"]

@@ -13,7 +13,8 @@ from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.recording import recording
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import is_batched, leaf_of_hook, leaf_to_accumulate, leave_out_of_graphs
-from shardwise.tensor.autograd import grad_layout, on_mesh, reduce_later
+from shardwise.tensor.autograd import on_mesh, reduce_later
+from shardwise.tensor.grad_layouts import grad_layout
 from shardwise.tensor.late_grads import late, layout_until_later, prepared
 from shardwise.tensor.names import name_of
 

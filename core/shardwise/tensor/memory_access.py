@@ -12,7 +12,6 @@ does. A Triton kernel would read there, which ends all that a process may do on 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -21,16 +20,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardwise.engine.plain_tensors import accept
-from shardwise.engine.view_copies import link_deep_copy
 from shardwise.errors import LayoutError, PlainTensorError, TracingError
 from shardwise.kernel.engine import tensor_class
-from shardwise.kernel.local_strides import dense_in_order, lies_as, other_layout
+from shardwise.kernel.local_strides import other_layout
 from shardwise.kernel.mesh import coordinates
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
-from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
 from shardwise.private_torch.distributed import is_staging
 from shardwise.private_torch.tracing import SETS_MEMORY, end_graph, is_compiled_now, is_describing, is_traced
@@ -40,7 +37,6 @@ from shardwise.tensor.shards import scatter_local
 
 __all__ = [
     "as_subclass",
-    "copied",
     "cuda_array_interface",
     "data",
     "data_ptr",
@@ -56,6 +52,7 @@ __all__ = [
     "set_",
     "set_in_graph",
     "share_memory_",
+    "unmarked",
     "untyped_storage",
 ]
 
@@ -169,28 +166,6 @@ def refuse_to_lend(tensor: Any, asked: str) -> NoReturn:
     )
 
 
-# -- copies ------------------------------------------------------------------------------------------------------
-
-
-def copied(tensor: Any, memo: dict[int, Any]) -> tuple[torch.Tensor, TensorSpec]:
-    """Local tensor and spec of a tensor's deep copy, as torch copies: a parameter becomes dense and alone. Other
-    tensors keep their strides, and two that share memory are copied to two that do. So are a copy in place of a view
-    and its base.
-    """
-    local = fresh(tensor._local_tensor)  # first, because a waiting tensor changes its type at its first use
-    spec = _unmarked(tensor._spec)
-    if not isinstance(tensor, torch.nn.Parameter):
-        twin = copy.deepcopy(local, memo)
-        return twin, tensor._spec if tensor._spec.is_copy and link_deep_copy(local, twin, memo) else spec
-    meta = spec.tensor_meta
-    dense = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta").clone()
-    clone = local.clone()
-    spec = spec.with_meta(TensorMeta.of(dense))
-    if not lies_as(spec.tensor_meta, clone.shape, clone.stride()):
-        clone = dense_in_order(local, spec.tensor_meta)
-    return clone, spec
-
-
 # -- the part of this rank is meant ------------------------------------------------------------------------------
 
 
@@ -209,7 +184,7 @@ def pin_memory(tensor: Any, device: Any = None) -> Any:
     """The same tensor with this rank's part in pinned memory."""
     local = tensor._local_tensor
     pinned = local.pin_memory() if device is None else local.pin_memory(device)
-    return tensor if pinned is local else new_wrapper(type(tensor), pinned, _unmarked(tensor._spec), False)
+    return tensor if pinned is local else new_wrapper(type(tensor), pinned, unmarked(tensor._spec), False)
 
 
 def is_pinned(tensor: Any, *args: Any, **kwargs: Any) -> bool:
@@ -227,7 +202,7 @@ def new_empty(tensor: Any, *size: Any, **options: Any) -> Any:
         asking = cast("FrameType", inspect.currentframe()).f_back
         if is_staging(asking):
             part = torch.empty(0, dtype=tensor.dtype, device=device)
-            return new_wrapper(type(tensor), part, _unmarked(tensor._spec), False)
+            return new_wrapper(type(tensor), part, unmarked(tensor._spec), False)
     return torch.Tensor.new_empty(tensor, *size, **options)
 
 
@@ -244,7 +219,7 @@ def is_set_to(this: Any, tensor: Any) -> bool:
     return this._spec is other._spec and bool(this._local_tensor.is_set_to(other._local_tensor))
 
 
-def _unmarked(spec: TensorSpec) -> TensorSpec:
+def unmarked(spec: TensorSpec) -> TensorSpec:
     """The spec of a tensor with memory of its own, which may be written."""
     return spec.with_meta(spec.tensor_meta)
 

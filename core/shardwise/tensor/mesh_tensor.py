@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -11,18 +10,16 @@ from types import MethodType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.origins import ORIGIN
 from shardwise.comm.policy import InForceThen
 from shardwise.comm.policy import in_force as policies
-from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.decided import in_force
 from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
-from shardwise.errors import ItemError, LayoutError, MeshMismatchError, ShardingError
+from shardwise.errors import ItemError, MeshMismatchError, ShardingError
 from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, refuse_argument
 from shardwise.kernel.dispatcher import answer, dispatch, rules_version
 from shardwise.kernel.engine import start
@@ -54,9 +51,21 @@ from shardwise.private_torch.tracing import (
     take_plain_tangents,
 )
 from shardwise.private_torch.transforms import ASKS_OF_TANGENTS, give_attributes
-from shardwise.tensor import autograd, dcp_chunks, host_copies, leaf_grads, memory_access, open_sizes
+from shardwise.tensor import (
+    autograd,
+    copies,
+    dcp_chunks,
+    from_local,
+    host_copies,
+    leaf_grads,
+    memory_access,
+    open_sizes,
+)
 from shardwise.tensor.batched import lie_alike, spec_of
 from shardwise.tensor.control_flow import take_control_flow
+from shardwise.tensor.grad_layouts import grad_layout, grad_under
+from shardwise.tensor.graph_borders import join_in_graph, plain_tangent
+from shardwise.tensor.indexing import PLACES, is_listless, is_one_truth, one_or_none, with_tensors
 from shardwise.tensor.learned_layouts import note_asked, now_elsewhere, warn_of_another_layout
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.names import tag_by_name
@@ -140,11 +149,11 @@ class MeshTensor(torch.Tensor):
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
         """The layout that compiled code assumes for an output's gradient: the output's, with partial as replicated."""
-        return autograd.grad_under(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
+        return grad_under(self, grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(self, known: _Known, expected: type | None = None) -> MeshTensor | None:
         """The gradient in the layout that compiled code expects; ``None`` if the code expects another class."""
-        return None if expected is not None else autograd.grad_under(self, known[0].placements)
+        return None if expected is not None else grad_under(self, known[0].placements)
 
     # -- layout --
     @property
@@ -183,7 +192,7 @@ class MeshTensor(torch.Tensor):
         :class:`LayoutError` for a local shape that does not fit, and :class:`RankDisagreementError` on every rank if
         the ranks differ.
         """
-        tensor: MeshTensor = autograd.from_local(
+        tensor: MeshTensor = from_local.from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
         )
         return tensor
@@ -251,7 +260,7 @@ class MeshTensor(torch.Tensor):
         """
         placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
         # Passed explicitly: torch's default for a partial tensor differs between its releases.
-        local = tensor.to_local(grad_placements=autograd.grad_layout(placements))
+        local = tensor.to_local(grad_placements=grad_layout(placements))
         return cls.from_local(local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
     def to_dtensor(self) -> DTensor:
@@ -308,35 +317,17 @@ class MeshTensor(torch.Tensor):
 
     # -- indexing --
     def __getitem__(self, index: Any) -> Any:
-        if type(index) in _PLACES or (type(index) is tuple and _PLACES.issuperset(map(type, index))):
+        if type(index) in PLACES or (type(index) is tuple and PLACES.issuperset(map(type, index))):
             return torch.Tensor.__getitem__(self, index)  # most calls: torch reads these by itself
-        if _is_one_truth(index):
-            return self.unsqueeze(0)[self._one_or_none(index)]
-        return torch.Tensor.__getitem__(self, index if _is_listless(index) else self._index(index))
+        if is_one_truth(index):
+            return self.unsqueeze(0)[one_or_none(self, index)]
+        return torch.Tensor.__getitem__(self, index if is_listless(index) else with_tensors(self, index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if _is_one_truth(index):
-            self.unsqueeze(0)[self._one_or_none(index)] = value
+        if is_one_truth(index):
+            self.unsqueeze(0)[one_or_none(self, index)] = value
         else:
-            torch.Tensor.__setitem__(self, index if _is_listless(index) else self._index(index), value)
-
-    def _one_or_none(self, index: Any) -> Any:
-        """The index, into a new first dim, that one truth value stands for; torch would make a plain tensor."""
-        return self._numbers([0] if index else [])
-
-    def _index(self, index: Any) -> Any:
-        """An index whose lists of numbers are MeshTensors: torch would make plain tensors of the lists.
-
-        The numbers must be the same on every rank, as all numbers that a program passes.
-        """
-        if type(index) is tuple or any(isinstance(part, _NO_NUMBERS) for part in index):
-            # Torch reads a list that holds more than numbers as a tuple.
-            return tuple(self._numbers(part) if type(part) in _LISTS else part for part in index)
-        return self._numbers(index)
-
-    def _numbers(self, index: Any) -> Any:
-        numbers = torch.tensor(index, device=self.device, dtype=None if len(index) else torch.int64)
-        return replicated_tensor(type(self), self._spec.mesh, numbers)
+            torch.Tensor.__setitem__(self, index if is_listless(index) else with_tensors(self, index), value)
 
     # -- one element --
     def item(self) -> Any:
@@ -424,28 +415,8 @@ class MeshTensor(torch.Tensor):
         return dcp_chunks.part_at(index.offset, self._spec, fresh(self._local_tensor))
 
     # -- copies --
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
-            raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
-        local, spec = memory_access.copied(self, memo)
-        clone: Self = new_wrapper(type(self), local, spec, False)
-        own = (leaf_grads.HAS_GRAD_HOOK, NODE)
-        clone.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo))
-        memo[id(self)] = clone
-        if self.requires_grad:
-            clone.requires_grad_()
-        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # a parameter's copy starts without
-            clone.grad = copy.deepcopy(self.grad, memo)
-        return clone
-
-    def __copy__(self) -> Self:
-        # It shares memory, so it keeps the mark of a copy that may not be written.
-        local = self._local_tensor
-        twin: Self = new_wrapper(type(self), local, self._spec, False)
-        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != leaf_grads.HAS_GRAD_HOOK})
-        return twin.requires_grad_() if self.requires_grad else twin
+    __deepcopy__ = copies.deep_copy
+    __copy__ = copies.shallow_copy
 
     def __reduce_ex__(self, proto: Any) -> Any:
         dcp_chunks.check_has_data(f"pickle {self._spec}")
@@ -470,21 +441,6 @@ class MeshTensor(torch.Tensor):
         )
 
 
-_PLACES = frozenset({int, slice, type(...), type(None)})
-_LISTS = (list, range)
-_NO_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(...), type(None))
-
-
-def _is_one_truth(index: Any) -> bool:
-    return type(index) is bool or (type(index) is MeshTensor and index.dtype is torch.bool and index.dim() == 0)
-
-
-def _is_listless(index: Any) -> bool:
-    if type(index) is tuple:
-        return not any(type(part) in _LISTS for part in index)
-    return type(index) not in _LISTS
-
-
 def _rebuild(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -494,31 +450,12 @@ def _rebuild(
     attributes: dict[str, Any],
     saved_at: tuple[int, ...] | None,
 ) -> MeshTensor:
-    _check_same_place(saved_at, mesh, placements, meta[0])
+    copies.check_same_place(saved_at, mesh, placements, meta[0])
     tensor = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(*meta)), requires_grad)
     tensor.__dict__.update(attributes)
     if in_force.decisions is not None:
         tag_by_name(tensor, in_force.decisions.depth)
     return tensor
-
-
-def _check_same_place(
-    saved_at: tuple[int, ...] | None, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
-) -> None:
-    """Raise if this rank loads the part of another rank, whose values belong elsewhere in the tensor."""
-    if saved_at is None or not dist.is_initialized():
-        return
-    here = (mesh.mesh == dist.get_rank()).nonzero()
-    place = tuple(here[0].tolist()) if len(here) and mesh.size() <= dist.get_world_size() else None
-    if place != saved_at:
-        where = "is not on that mesh" if place is None else f"has the place {place}"
-        raise LayoutError(
-            asked=f"load a MeshTensor {tuple(shape)} {show_all(placements)} that the rank at {saved_at} of a mesh "
-            f"{tuple(mesh.shape)} has saved by itself",
-            found=f"this rank {where}, and such a file holds one rank's part",
-            do="Save with shardwise.checkpoint or torch.distributed.checkpoint, or save full_tensor().",
-            saved_at=saved_at,
-        )
 
 
 # torch.load(weights_only=True) accepts only functions and classes that are listed.
@@ -533,9 +470,9 @@ leave_out_of_graphs(MeshTensor.requires_grad_)
 leave_out_of_graphs(MeshTensor.__deepcopy__)
 leave_out_of_graphs(memory_access.data.fset)
 leave_out_of_graphs(memory_access.data_ptr)
-record_constants(MeshTensor, autograd.join_in_graph)
+record_constants(MeshTensor, join_in_graph)
 fold_no_collectives()
-take_plain_tangents(MeshTensor, autograd.plain_tangent)
+take_plain_tangents(MeshTensor, plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 parametrize_through(MeshTensor, memory_access.give_values)

@@ -91,34 +91,12 @@ def distribute_module(
     """
     check_module("distribute a module", module)
     mesh = current_mesh() if device_mesh is None else device_mesh
-    check_mesh(f"distribute a {type(module).__name__}", mesh)
     asked = f"distribute a {type(module).__name__}"
-    for name, function in (("input_fn", input_fn), ("output_fn", output_fn)):
-        check_function(asked, function, name)
-        values = name.replace("_fn", "s")
-        if function is not None:
-            check_arity(asked, function, name, (("module", values, "mesh"), (values, "mesh")))
+    check_mesh(asked, mesh)
+    _check_around_forward(asked, input_fn=input_fn, output_fn=output_fn)
     check_flag(asked, loose, "loose")
     _check_policy(asked, communication)
-    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
-    names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
-    if isinstance(partition, (str, os.PathLike)):
-        partition = read_plan(partition)
-    if isinstance(partition, StepPlan):
-        partition = _install(partition, type(module).__name__, names, mesh, loose)
-    elif loose:
-        raise PlanError(
-            asked=f"distribute a {type(module).__name__} with loose=True",
-            found="there is no plan whose lines could fit nothing: the partition is not one",
-            do="Give a plan or the name of its file, or leave loose out.",
-        )
-    _check_partition(type(module).__name__, partition)
-    if callable(partition):
-        check_arity(asked, partition, "partition", (("name", "module", "mesh"),))
-        for name, submodule in module.named_modules():
-            partition(name, submodule, mesh)
-    patterns = dict(partition) if isinstance(partition, Mapping) else {}
-    check_patterns(type(module).__name__, patterns, names)
+    patterns = _patterns_of(partition, module, mesh, loose)
     _refuse_on_another_mesh(module, mesh)
     _replace_tensors(module, mesh, patterns, src_data_rank)
     take_whole_batches(module)
@@ -127,13 +105,17 @@ def distribute_module(
     enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
     for tell in tuple(at_module):
         tell(mesh)
-    if input_fn is not None:
-        before = _with_module(input_fn)
-        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs, mesh))
-    if output_fn is not None:
-        after = _with_module(output_fn)
-        module.register_forward_hook(lambda m, _, outputs: after(m, outputs, mesh))
+    _call_around_forward(module, mesh, input_fn, output_fn)
     return module
+
+
+def _check_around_forward(asked: str, **functions: Callable[..., Any] | None) -> None:
+    """Raise :class:`ArgumentError` for an ``input_fn`` or ``output_fn`` that cannot be called as one."""
+    for name, function in functions.items():
+        check_function(asked, function, name)
+        values = name.replace("_fn", "s")
+        if function is not None:
+            check_arity(asked, function, name, (("module", values, "mesh"), (values, "mesh")))
 
 
 def _check_policy(asked: str, given: object) -> None:
@@ -152,6 +134,31 @@ def _refuse_on_another_mesh(module: nn.Module, mesh: DeviceMesh) -> None:
             found=f"all its parameters and buffers lie on {others[0]} already, from an earlier call",
             do="Distribute a module once. Make it anew for another mesh, or load a checkpoint of it there.",
         )
+
+
+def _patterns_of(partition: Any, module: nn.Module, mesh: DeviceMesh, loose: bool) -> Mapping[str, Places]:
+    """The placements by pattern that a partition says; a function of submodules is called, and says none."""
+    kind = type(module).__name__
+    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+    names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    if isinstance(partition, (str, os.PathLike)):
+        partition = read_plan(partition)
+    if isinstance(partition, StepPlan):
+        partition = _install(partition, kind, names, mesh, loose)
+    elif loose:
+        raise PlanError(
+            asked=f"distribute a {kind} with loose=True",
+            found="there is no plan whose lines could fit nothing: the partition is not one",
+            do="Give a plan or the name of its file, or leave loose out.",
+        )
+    _check_partition(kind, partition)
+    if callable(partition):
+        check_arity(f"distribute a {kind}", partition, "partition", (("name", "module", "mesh"),))
+        for name, submodule in module.named_modules():
+            partition(name, submodule, mesh)
+    patterns = dict(partition) if isinstance(partition, Mapping) else {}
+    check_patterns(kind, patterns, names)
+    return patterns
 
 
 def _check_partition(kind: str, partition: object) -> None:
@@ -187,6 +194,17 @@ def _fits_not(asked: str, found: str, name: str, loose: bool) -> None:
     if not loose:
         raise error
     warn_user(str(error), PlanFitWarning)
+
+
+def _call_around_forward(
+    module: nn.Module, mesh: DeviceMesh, input_fn: Callable[..., Any] | None, output_fn: Callable[..., Any] | None
+) -> None:
+    if input_fn is not None:
+        before = _with_module(input_fn)
+        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs, mesh))
+    if output_fn is not None:
+        after = _with_module(output_fn)
+        module.register_forward_hook(lambda m, _, outputs: after(m, outputs, mesh))
 
 
 def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,8 @@ from shardwise.kernel.arguments import check_module
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import in_backward, swap_parameter, version_of
-from shardwise.tensor.autograd import grad_layout, reduce_later
+from shardwise.tensor.autograd import reduce_later
+from shardwise.tensor.grad_layouts import grad_layout
 from shardwise.tensor.late_grads import late, layout_until_later
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.waiting import waiting

@@ -75,6 +75,8 @@ def distance(actual: Tensor, wanted: Tensor) -> Tensor:
     NaN is infinitely far from everything else.
     """
     a, w = _wide(actual), _wide(wanted)
+    if torch.equal(a.view(torch.int64), w.view(torch.int64)):  # most results, and bits are compared at once
+        return torch.zeros_like(a)
     apart = (a - w).abs()
     same = (a == w) | (a.isnan() & w.isnan())
     apart = torch.where(same, 0.0, torch.where(apart.isnan(), torch.inf, apart))
@@ -83,8 +85,8 @@ def distance(actual: Tensor, wanted: Tensor) -> Tensor:
 
 def _wide(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj()).double()
-    return tensor.double()
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg()).double()
+    return tensor.resolve_neg().double()
 
 
 def moved(operand: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
@@ -185,6 +187,8 @@ class Rounding:
                 changes = self._changes[i]
                 if changes is not None:
                     close |= apart <= _OWN * self.eps * size + _CONDITION * cut(changes)
+        if bool(close.all()):
+            return close
         if not self.pointwise and bool(((apart == LEAST) & ~close).any()) and self._adds(i):
             close |= apart == LEAST
         turns = 0 if added or not self.pointwise else _TURNS

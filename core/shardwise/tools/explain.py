@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from shardwise.engine.moved_writes import moved_writes, overwritten
 from shardwise.engine.no_rule import decomposed_entry
 from shardwise.engine.plan_call import describe_call
 from shardwise.engine.traffic import Collective, Issued, in_lowering, in_path
-from shardwise.errors import CallError, MeshMismatchError, NoStrategyError
+from shardwise.errors import MeshMismatchError, NoStrategyError
 from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
@@ -30,21 +29,20 @@ from shardwise.kernel.placements import REPLICATE, show
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import FullMeshRule
-from shardwise.kernel.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
+from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, as_op, op_name, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.chooser import Chooser
-from shardwise.planning.exclusion import Exclusion, count_choices
 from shardwise.planning.path import Path, shortest_path
-from shardwise.planning.problem import Problem, no_choice
 from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import cheapest, listed, make_call, merged, problems
-from shardwise.private_torch.dispatch import recorded_ops, watching
+from shardwise.planning.strategies import merged, problems
+from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.modes import outside_modes
-from shardwise.private_torch.ops import is_composite, schema_of
+from shardwise.private_torch.ops import is_composite
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tools.call_binding import bind_call, call_error, composite_error
 from shardwise.tools.program import is_split_first
+from shardwise.tools.ranking import Decision, RankedStrategy, as_decided, decisions_of, full_mesh_decision, result_names
 
 __all__ = [
     "RankedStrategy",
@@ -52,8 +50,6 @@ __all__ = [
     "Explanation",
     "LISTED",
     "Redistribution",
-    "bind_call",
-    "call_error",
     "explain",
     "explain_call",
     "explain_parts",
@@ -61,38 +57,6 @@ __all__ = [
 
 LISTED = 100
 """How many strategies of one decision are listed by default."""
-
-
-@frozen
-class RankedStrategy:
-    """One legal strategy; ``reason`` says why it lost, and is empty for the one that is chosen."""
-
-    strategy: PlacementStrategy
-    reason: str
-
-
-@frozen
-class Decision:
-    """One choice: for a call, or for those positions of its tensor lists that have the same specs.
-
-    ``operands`` and ``results`` name the specs of the strategies. ``ranked`` are cheapest first, the first is chosen;
-    one that was decided on for the whole step comes first. ``legal`` is the number of all legal ones and
-    ``combinations`` that of all combinations of rows; ``counted`` is false where ``legal`` is a lower bound.
-    """
-
-    positions: tuple[int, ...]
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    ranked: tuple[RankedStrategy, ...]
-    legal: int
-    combinations: int
-    counted: bool
-    exclusions: tuple[Exclusion, ...]
-
-    @property
-    def chosen(self) -> PlacementStrategy:
-        """The cheapest strategy, or the one that was decided on for the whole step."""
-        return self.ranked[0].strategy
 
 
 @frozen
@@ -188,7 +152,7 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     registry = default_registry()
     if op not in registry:
         if is_composite(op):
-            raise _composite_error(op, values)
+            raise composite_error(op, values)
         return explain_parts(op, values, mesh, limit=limit)
     entry = registry.lookup(op)
     info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
@@ -202,29 +166,27 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     try:
         return _explain_stated(stated, described, limit)
     except NoStrategyError:
-        not_read = overwritten(schema)
-        for moved in moved_writes(schema):
-            pairs = zip(described, moved.values, strict=True)
-            arguments = [spec if isinstance(old, (TensorSpec, tuple)) else old for old, spec in pairs]
-            with suppress(NoStrategyError):
-                explanation = _explain_stated(DescribedCall.of(entry, moved, outputs), arguments, limit)
-                reads = [r for r in _redistributions(schema, moved.specs) if r.operand.split("[")[0] not in not_read]
-                moves = (*reads, *explanation.redistributions)
-                parts = {new: old for old, new in zip(schema.specs, moved.specs, strict=True) if old is not new}
-                results = tuple(parts.get(spec, spec) for spec in explanation.results)
-                return evolve(explanation, schema=schema, redistributions=moves, results=results)
-        raise
+        explanation = _explain_moved_writes(stated, described, limit)
+        if explanation is None:
+            raise
+        return explanation
+
+
+def _spec_of(value: Any) -> Any:
+    if isinstance(value, MeshTensor):
+        return value._spec
+    return tuple(map(_spec_of, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _explain_stated(stated: DescribedCall, described: Sequence[Any], limit: int | None) -> Explanation:
     entry, schema = stated.entry, stated.schema
     if isinstance(entry.rule, FullMeshRule):
-        decisions = [_full_mesh(entry.rule, schema, limit)]
+        decisions = [full_mesh_decision(entry.rule, schema, limit)]
     else:
-        decisions = _decisions(problems(entry.rule, schema, stated.call), limit)
+        decisions = decisions_of(problems(entry.rule, schema, stated.call), limit)
     decided_on = look_up(entry.rule, schema, stated.call)
     if decided_on is not None:
-        decisions = [_as_decided(decision, decided_on[0]) for decision in decisions]
+        decisions = [as_decided(decision, decided_on[0]) for decision in decisions]
     by_position = {i: d.chosen for d in decisions for i in d.positions}
     inputs, results = merged(schema, [by_position[i] for i in sorted(by_position)])
     stated.check(inputs)
@@ -239,24 +201,28 @@ def _explain_stated(stated: DescribedCall, described: Sequence[Any], limit: int 
     return Explanation(schema, entry, others, tuple(decisions), redistributions, inside, tuple(results), after=after)
 
 
-def _as_decided(decision: Decision, strategy: PlacementStrategy) -> Decision:
-    """A decision with the strategy first that was decided on for the whole step."""
-
-    def layouts(one: PlacementStrategy) -> list[Any]:
-        return [None if s is None else s.placements for s in (*one.input_specs, *one.output_specs)]
-
-    chosen = next((one.strategy for one in decision.ranked if layouts(one.strategy) == layouts(strategy)), strategy)
-    rest = [RankedStrategy(one.strategy, _NOT_DECIDED) for one in decision.ranked if one.strategy is not chosen]
-    return evolve(decision, ranked=(RankedStrategy(chosen, ""), *rest))
-
-
-_NOT_DECIDED = "the plan for the whole step has another"
+def _explain_moved_writes(stated: DescribedCall, described: Sequence[Any], limit: int | None) -> Explanation | None:
+    """The explanation of a call that writes moved operands and moves them back; ``None`` if no layout of them helps."""
+    entry, schema = stated.entry, stated.schema
+    metas = stated.metas if stated.is_known else None
+    not_read = overwritten(schema)
+    for moved in moved_writes(schema):
+        pairs = zip(described, moved.values, strict=True)
+        arguments = [spec if isinstance(old, (TensorSpec, tuple)) else old for old, spec in pairs]
+        with suppress(NoStrategyError):
+            explanation = _explain_stated(DescribedCall.of(entry, moved, metas), arguments, limit)
+            reads = [r for r in _redistributions(schema, moved.specs) if r.operand.split("[")[0] not in not_read]
+            parts = {new: old for old, new in zip(schema.specs, moved.specs, strict=True) if old is not new}
+            results = tuple(parts.get(spec, spec) for spec in explanation.results)
+            moves = (*reads, *explanation.redistributions)
+            return evolve(explanation, schema=schema, redistributions=moves, results=results)
+    return None
 
 
 def _moves_of_results(
     made: Sequence[TensorSpec | None], rests: Sequence[TensorSpec | None]
 ) -> tuple[Redistribution, ...]:
-    pairs = zip(_result_names(len(made)), result_moves(made, rests) or (), strict=False)
+    pairs = zip(result_names(len(made)), result_moves(made, rests) or (), strict=False)
     return tuple(
         Redistribution(
             move.reason.replace("result", name, 1), move.made, move.rests, shortest_path(move.made, move.rests)
@@ -348,127 +314,3 @@ class _PartsWatch:
         if isinstance(value, Mapping):
             return {name: self._specs(part) for name, part in value.items()}
         return [self._specs(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-
-# -- the call --------------------------------------------------------------------------------------------------------
-
-
-def bind_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """One value per schema argument; raises :class:`CallError` for what the op's schema does not allow."""
-    declared = signature(op).args
-    names = [a.name for a in declared]
-    positional = [a.name for a in declared if not a.kwarg_only]
-    passed = {*positional[: len(args)], *kwargs}
-    optional = {a.name for a in schema_of(op).arguments if str(a.type).startswith("Optional[")}
-    missing = [a.name for a in declared if a.name not in passed and not a.has_default and a.name not in optional]
-    unknown = [name for name in kwargs if name not in names]
-    if len(args) > len(positional):
-        raise call_error(op, f"{len(args)} positional arguments are given and it takes {len(positional)}")
-    if unknown:
-        raise call_error(op, f"it has no argument {', '.join(map(repr, unknown))}", argument=unknown[0])
-    if missing:
-        raise call_error(op, f"{', '.join(map(repr, missing))} must be given", argument=missing[0])
-    return signature(op).bind(args, kwargs)
-
-
-def call_error(op: Op, found: str, **fields: Any) -> CallError:
-    """The error for a call that does not fit an op's schema, which it shows."""
-    return CallError(
-        asked=f"explain a call of {op_name(op)}",
-        found=found,
-        do=f"Its schema is {schema_of(op)}",
-        op=op_name(op),
-        **fields,
-    )
-
-
-def _composite_error(op: Op, values: Sequence[Any]) -> CallError:
-    """The error for an op that torch splits before anything is dispatched; it names the parts."""
-    parts: list[str] = []
-
-    def run() -> None:
-        output_metas(op, values)
-
-    with outside_modes(), suppress(Exception):
-        parts += dict.fromkeys(op_name(part) for part, _, _ in recorded_ops(run, (), {}) if signature(part).tensor_args)
-    return CallError(
-        asked=f"explain a call of {op_name(op)}",
-        found=f"torch runs it as {', '.join(parts)}" if parts else "torch runs it as other ops",
-        do="Explain those.",
-        op=op_name(op),
-        parts=tuple(parts),
-    )
-
-
-def _spec_of(value: Any) -> Any:
-    if isinstance(value, MeshTensor):
-        return value._spec
-    return tuple(map(_spec_of, value)) if isinstance(value, (list, tuple)) else value
-
-
-# -- decisions -------------------------------------------------------------------------------------------------------
-
-
-def _decisions(per_position: Sequence[Problem], limit: int | None) -> list[Decision]:
-    """One decision for each different problem; list positions with the same problem share one."""
-    positions: dict[int, list[int]] = {}
-    for i, problem in enumerate(per_position):
-        positions.setdefault(id(problem), []).append(i)
-    decisions = []
-    for at in positions.values():
-        problem = per_position[at[0]]
-        chooser = Chooser(problem)
-        ranked = [problem.strategy(choice, chooser.costs(choice)) for choice in islice(chooser.ranked(), limit)]
-        if not ranked:
-            raise no_choice(problem)
-        names = problem.operand_names
-        candidates = [RankedStrategy(s, _why_lost(s, ranked[0], names) if i else "") for i, s in enumerate(ranked)]
-        counts = count_choices(problem)
-        decisions.append(
-            Decision(
-                tuple(at),
-                names,
-                _result_names(len(problem.outputs)),
-                tuple(candidates),
-                max(counts.legal, len(ranked)),
-                counts.combinations,
-                counts.complete,
-                counts.exclusions,
-            )
-        )
-    return decisions
-
-
-def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> Decision:
-    """The decision of a rule that lists its strategies itself."""
-    call = make_call(rule, schema, ())
-    (chosen,) = cheapest(rule, schema, call)
-    every: Sequence[PlacementStrategy] = listed(rule, schema).strategies
-    legal = [s for s in every if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
-    names = schema.operand_names
-    ranked = sorted(legal, key=lambda s: s.cost)[:limit]
-    candidates = [RankedStrategy(s, _why_lost(s, chosen, names) if i else "") for i, s in enumerate(ranked)]
-    dropped = len(every) - len(legal)
-    written = ", ".join(names[i] for i in schema.written)
-    excluded = (Exclusion(f"{written} would have to move, but the op writes it", None, (), dropped),) if dropped else ()
-    results = _result_names(len(chosen.output_specs))
-    return Decision((0,), names, results, tuple(candidates), len(legal), len(every), True, excluded)
-
-
-def _result_names(count: int) -> tuple[str, ...]:
-    return ("result",) if count == 1 else tuple(f"result {i}" for i in range(count))
-
-
-def _why_lost(strategy: PlacementStrategy, chosen: PlacementStrategy, names: Sequence[str]) -> str:
-    """One sentence: how much more it costs and for which operand, or what decided a tie."""
-    more = strategy.cost - chosen.cost
-    if not more:
-        return "same cost, later in the rule's order"
-    if more == float("inf"):
-        i = strategy.redistribute_cost.index(more)
-        return f"{names[i]} cannot be reduced in its dtype"
-    extra_costs = [a - b for a, b in zip(strategy.redistribute_cost, chosen.redistribute_cost, strict=True)]
-    moved = [name for name, extra in zip(names, extra_costs, strict=True) if extra > more * 1e-3]
-    microseconds = more * 1e6
-    amount = f"{microseconds:,.1f} µs" if microseconds >= 0.05 else "<0.1 µs"  # noqa: PLR2004  # what one decimal shows
-    return f"+{amount} for {', '.join(moved)}"
