@@ -17,7 +17,6 @@ from shardwise.cli.output import (
     print_facts,
     print_json,
     print_rows,
-    refuse_no_folder,
     refuse_to_overwrite,
 )
 from shardwise.cli.plugin_states import PluginStates, no_such_plugin, plugin_states, plugins_named
@@ -113,7 +112,6 @@ def freeze(out: Path | None) -> None:
 
     With SHARDWISE_LOCK=FILE, or `lock` in [tool.shardwise], a program refuses to load anything else.
     """
-    refuse_no_folder("--out", out)
     refuse_to_overwrite("--out", out, HEAD.encode(), "a lock of rules")
     states = plugin_states(heed_lock=False)
     broken = [status for status in states.statuses if status.status not in ("loaded", "blocked")]
