@@ -409,3 +409,9 @@ def test_an_endless_file_is_not_read(tmp_path):
 
     with pytest.raises(LinksFileError, match="has more than"):
         read(path)
+
+
+@pytest.mark.parametrize("text", ["S(0", "S(0))", "S0)", "P(sum", "P(", "P)", "_S(0, 2", "S(1)(", "R)", "R("])
+def test_a_placement_that_is_cut_short_is_none(text):
+    with pytest.raises(PlacementError):
+        parse_placement(text)

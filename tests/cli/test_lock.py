@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
@@ -164,3 +165,53 @@ def test_a_learned_step_has_a_lockfile_of_its_own(run, tmp_path):
     assert "A step after the first: " in result.stderr
     assert run("step", "--learned", "--check").exit_code == 0
     assert "does not hold" in run("step", "--check").output
+
+
+MOVES = """
+
+def elsewhere(mesh):
+    import os
+
+    os.chdir(os.pardir)
+    return step(mesh)
+"""
+
+
+def test_the_file_is_where_the_command_was_started(run, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(PROGRAM + MOVES)
+    assert run("elsewhere").exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert run("elsewhere", "--check").exit_code == 0
+
+
+def test_no_other_file_is_overwritten(run, tmp_path):
+    before = (tmp_path / "train.py").read_text()
+    result = run("step", "--out", "train.py")
+    assert result.exit_code == 2
+    assert "--out train.py: that file is not a lockfile, and it would be overwritten" in result.output
+    assert (tmp_path / "train.py").read_text() == before
+    os.mkfifo(tmp_path / "pipe")
+    result = run("step", "--out", "pipe")
+    assert result.exit_code == 2
+    assert "--out pipe: ValueError: it is not a file" in result.output
+    assert run("step", "--out", "").exit_code == 2
+    # What is left of a merge is a lockfile, and so is an empty file.
+    path = tmp_path / "communication.lock"
+    path.write_text("")
+    assert run("step").exit_code == 0
+    written = path.read_text()
+    path.write_text(written.replace("[memory]", "<<<<<<< HEAD\n[memory]"))
+    assert run("step", "--check").exit_code == 1
+    assert run("step").exit_code == 0
+    assert path.read_text() == written
+
+
+def test_the_lockfile_of_a_later_release_is_not_replaced(run, tmp_path):
+    assert run("step").exit_code == 0
+    path = tmp_path / "communication.lock"
+    path.write_text(path.read_text().replace("version  1", "version  2"))
+    before = path.read_text()
+    result = run("step")
+    assert result.exit_code == 1
+    assert "LockVersionError" in result.output
+    assert path.read_text() == before

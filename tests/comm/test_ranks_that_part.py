@@ -303,6 +303,24 @@ def test_ranks_that_wait_for_each_other_end(four: WorkerPool, compares: bool) ->
         assert f"rank {ALONE}: waits in all_reduce sum over mesh dim 0 of 4 bytes, MeshTensor.item at" in text
 
 
+def compared_by_one_rank() -> float:
+    x = sharded()
+    if is_alone():
+        with sw.check_ranks():
+            return x.sum().item()
+    return x.sum().item()
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_rank_that_compares_alone_ends_with_the_others(four: WorkerPool) -> None:
+    errors, seconds = failures(four, compared_by_one_rank)
+    assert seconds < 20
+    for failure in errors:
+        assert failure.kind == "RankDisagreementError", failure
+        assert "ranks wait for each other" in failure.message
+
+
 def with_limit(seconds: float, program: Callable[[], object]) -> object:
     standstill._limit.cache_clear()
     before, standstill.read_settings = standstill.read_settings, lambda: Settings(wait_limit=seconds)  # type: ignore[attr-defined]
@@ -510,6 +528,14 @@ def test_comparisons_and_calls_of_torch_are_met_by_their_own_kind() -> None:
     assert not circle({r: waits("torch", "(0, 1)", 0, ranks) for r in ranks}, 0)
     mixed = {0: waits("comparison", "g", 5, ranks, g=4), 1: waits("torch", "(0, 1)", 0, ranks, g=4)}
     assert circle(mixed, 0) == {0, 1}
+
+
+def test_a_rank_that_has_issued_a_collective_does_not_come_to_its_comparison() -> None:
+    ranks = (0, 1)
+    waiting = {0: waits("collective", "g", 5, ranks, g=5), 1: waits("comparison", "g", 5, ranks, g=4)}
+    assert circle(waiting, 0) == {0, 1}, "rank 1 compares, and rank 0 does not"
+    waiting[0].compared["g"] = 5
+    assert not circle(waiting, 0), "rank 0 has compared: rank 1 reads it"
 
 
 class Work:

@@ -37,3 +37,25 @@ def test_the_end_of_a_backward_pass_can_be_waited_for():
     y.register_hook(lambda _: autograd_nodes.at_end_of_backward(lambda: order.append("end")))
     y.sum().backward()
     assert order == ["leaf", "end"]
+
+
+def test_the_nodes_around_a_backward_pass_inside_of_another_are_known():
+    seen = []
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                y = torch.ones(2, requires_grad=True) * 3
+                y.register_hook(lambda _: seen.append(list(autograd_nodes.outer_nodes())))
+                y.sum().backward()
+            return grad * 2
+
+    y = Again.apply(torch.ones(2, requires_grad=True))
+    y.sum().backward()
+    assert seen == [[y.grad_fn._sequence_nr()]]
+    assert list(autograd_nodes.outer_nodes()) == []

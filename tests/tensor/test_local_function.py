@@ -398,3 +398,28 @@ def kept_alive():
 
 def test_what_is_known_of_its_calls_keeps_no_function_alive(two_ranks):
     assert two_ranks.run(kept_alive) == [[None] * 3] * 2
+
+
+def triples(part):
+    return part.mul_(3)
+
+
+def writes():
+    """As on one device: autograd notices that what it keeps was written. A written copy would be lost."""
+    on = mesh((2,), ("tp",))
+    rows, factor = torch.arange(8.0).reshape(4, 2), torch.ones(4, 2)
+    x = sw.distribute_tensor(rows, on, [Shard(0)])
+    weight = sw.distribute_tensor(factor, on, [Shard(0)]).requires_grad_()
+    product = weight * x  # it keeps x
+    write = sw.local(triples, inputs=([Shard(0)],), outputs=[Shard(0)])
+    assert torch.equal(write(x).full_tensor(), rows * 3)
+    assert torch.equal(x.full_tensor(), rows * 3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    columns = sw.distribute_tensor(rows, on, [Shard(1)])
+    with pytest.raises(LocalResultError, match="it writes to an argument"):
+        write(columns)
+
+
+def test_what_a_function_writes_to_its_arguments_is_noticed(two_ranks):
+    two_ranks.run(writes)

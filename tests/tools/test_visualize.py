@@ -254,3 +254,8 @@ def test_nothing_runs_and_nothing_is_sent(two_ranks):
 def test_the_image_of_the_page_is_what_is_drawn():
     picture = visualize((7, 6), (2, 2, 2), ["S(0)", "P", "S(1)"], names=("dp", "cp", "tp"))
     assert PICTURE.read_text() == picture.svg()
+
+
+def test_more_ranks_than_can_be_looked_at_are_refused():
+    with pytest.raises(CallError, match="1,000,000,000 ranks"):
+        visualize((4,), (10**9,), ["S(0)"])

@@ -10,10 +10,10 @@ from typing import Any
 import click
 from attrs import asdict, evolve, field, frozen
 
-from shardwise.cli.output import json_option, print_json, print_text, refuse_no_folder
+from shardwise.cli.output import json_option, print_json, print_text, refuse_no_folder, refuse_to_overwrite
 from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
-from shardwise.errors import LockFileError
+from shardwise.errors import LockFileError, LockVersionError
 from shardwise.kernel.plurals import counted
 from shardwise.program.amounts import size_text
 from shardwise.program.lock_changes import (
@@ -27,7 +27,7 @@ from shardwise.program.lock_changes import (
     read_budget,
     row_text,
 )
-from shardwise.program.lock_file import Lock, Row, read_lock
+from shardwise.program.lock_file import HEAD, Lock, Row, read_lock
 from shardwise.program.lock_patterns import expanded
 from shardwise.tools.lock import Locked, is_ci, lock_step, save_lock
 from shardwise.tools.sites import shown_path
@@ -63,6 +63,9 @@ def lock(
     needed. Where the environment variable CI is set nothing is ever written: the command compares, as with --check.
     """
     refuse_no_folder("--out", out)
+    in_folder = out.absolute()  # the program may go to another one
+    if not check:
+        refuse_to_overwrite("--out", out, HEAD.encode(), "a lockfile")
     in_ci = is_ci(os.environ)
     name = _program_name(step.text)
     asked = f"compare a step with {out}"
@@ -86,7 +89,7 @@ def lock(
     outcome = Outcome(out, now, before, exceeded, compares=check or in_ci)
     if outcome.may_write:
         try:
-            save_lock(now.lock, out)
+            save_lock(now.lock, in_folder)
         except OSError as error:
             raise click.ClickException(f"cannot write {out}: {error.strerror}") from error
     if in_ci and not check:
@@ -111,6 +114,8 @@ def _before(path: Path, *, must_exist: bool) -> Lock | None:
     """The lockfile as it is; None where one is to be written and there is not one that can be read."""
     try:
         return read_lock(path)
+    except LockVersionError:
+        raise  # not one of a later release in exchange for this one's
     except LockFileError:
         if must_exist:
             raise

@@ -26,6 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text, TextType
 
+from shardwise.kernel.foreign_files import read_beginning, reason
+
 __all__ = [
     "json_alone",
     "json_option",
@@ -38,6 +40,7 @@ __all__ = [
     "print_text",
     "progress",
     "refuse_no_folder",
+    "refuse_to_overwrite",
 ]
 
 # Columns of a table that goes to a file or a pipe, where nobody says how many there are.
@@ -67,8 +70,24 @@ def on_terminal() -> bool:
     return Console().is_terminal
 
 
+def refuse_to_overwrite(option: str, path: Path | None, head: bytes, what: str) -> None:
+    """Refuse a file to write in whose place another file lies than ``what`` this command writes, which begins with
+    ``head``, before anything is computed for it.
+    """
+    if path is None or not path.exists():
+        return
+    try:
+        begins = read_beginning(path, len(head))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{option} {path}: {reason(error)}") from error
+    if begins not in (b"", head):
+        raise click.UsageError(f"{option} {path}: that file is not {what}, and it would be overwritten")
+
+
 def refuse_no_folder(option: str, path: Path | None) -> None:
     """Refuse a file to write whose folder is not there, before anything is computed for it."""
+    if path is not None and not path.name:
+        raise click.UsageError(f"{option} {str(path)!r} is not the name of a file")
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
 

@@ -14,7 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardwise.cli.modules import load_function_of_mesh
-from shardwise.cli.output import json_option, print_json, print_parts, print_rows, print_text, refuse_no_folder
+from shardwise.cli.output import (
+    json_option,
+    print_json,
+    print_parts,
+    print_rows,
+    print_text,
+    refuse_no_folder,
+    refuse_to_overwrite,
+)
 from shardwise.cli.program_errors import program_errors
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape, words_per_mesh_dim
 from shardwise.program.amounts import milliseconds, parse_size, size_text
@@ -107,6 +115,7 @@ def step(  # noqa: PLR0913  # the options of the command
     if loose and keep is None:
         raise click.UsageError("--loose is about the lines of a plan to keep: give --keep FILE too")
     refuse_no_folder("--out", out)
+    refuse_to_overwrite("--out", out, b"version = ", "a plan")
 
     def run(mesh: DeviceMesh) -> Any:
         # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import Distribution
@@ -13,15 +12,23 @@ import click
 
 from shardwise.cli.check import check
 from shardwise.cli.completion import offer_plugins
-from shardwise.cli.output import json_option, print_facts, print_json, print_rows
+from shardwise.cli.output import (
+    json_option,
+    print_facts,
+    print_json,
+    print_rows,
+    refuse_to_overwrite,
+)
 from shardwise.cli.plugin_states import PluginStates, no_such_plugin, plugin_states, plugins_named
 from shardwise.discovery.entry_points import InstalledPlugin, discover
+from shardwise.discovery.frozen_rules import HEAD
 from shardwise.discovery.frozen_rules import freeze as lock_of
 from shardwise.discovery.loading import Status
 from shardwise.kernel.first_party import FAMILIES, core_version
 from shardwise.kernel.known_rules import known_plugins, ops_of_families
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import op_name
+from shardwise.kernel.whole_files import write_whole
 from shardwise.settings import Settings
 
 __all__ = ["plugins"]
@@ -105,6 +112,7 @@ def freeze(out: Path | None) -> None:
 
     With SHARDWISE_LOCK=FILE, or `lock` in [tool.shardwise], a program refuses to load anything else.
     """
+    refuse_to_overwrite("--out", out, HEAD.encode(), "a lock of rules")
     states = plugin_states(heed_lock=False)
     broken = [status for status in states.statuses if status.status not in ("loaded", "blocked")]
     if broken:
@@ -116,10 +124,8 @@ def freeze(out: Path | None) -> None:
     if out is None:
         click.echo(text, nl=False)
         return
-    part = out.with_name(f"{out.name}.{os.getpid()}")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(out)
+        write_whole(out, text)
     except OSError as error:
         raise click.ClickException(f"{out} cannot be written: {error.strerror}") from error
     click.echo(f"{out}: {counted(len(states.statuses), 'plugin')}", err=True)

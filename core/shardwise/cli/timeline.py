@@ -8,8 +8,9 @@ from typing import Any
 import click
 from attrs import asdict
 
-from shardwise.cli.output import json_option, print_json, print_rows, print_text, refuse_no_folder
+from shardwise.cli.output import json_option, print_json, print_rows, print_text, refuse_no_folder, refuse_to_overwrite
 from shardwise.cli.timeline_svg import svg_of
+from shardwise.kernel.whole_files import write_whole
 from shardwise.program.amounts import milliseconds, size_text
 from shardwise.tools.trace_file import WaitedFor, exposures, read_trace
 
@@ -45,11 +46,12 @@ def timeline(*, file: Path, most: int, svg: Path | None, as_json: bool) -> None:
     predicts.
     """
     refuse_no_folder("--svg", svg)
+    refuse_to_overwrite("--svg", svg, b"<svg", "a picture")
     trace = read_trace(file)
     rows = exposures(trace.collectives)
     if svg is not None:
         try:
-            svg.write_text(svg_of(trace.slices, trace.tracks), encoding="utf-8")
+            write_whole(svg, svg_of(trace.slices, trace.tracks))
         except OSError as error:
             raise click.ClickException(f"cannot write {svg}: {error.strerror}") from error
     if as_json:

@@ -74,6 +74,7 @@ def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
         _forget(world, f"{world.prefix}/{place}/{number - 1}", world.compared.get(log.name, ""))
         world.store.set(f"{key}/verdict", str(is_same))
     world.compared[log.name] = digest
+    world.compared_at[log.name] = log.count + 1
     wait = Wait("comparison", log.name, log.count + 1, log.ranks, text)
     with explained_among(log.ranks), world.compares_as(wait):
         world.wait_for(f"{key}/verdict", log.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
@@ -50,6 +51,7 @@ _NOT_THE_USERS = (
     "<eval_with_key>",
     "<frozen ",
     str(getattr(find_spec("typing_extensions"), "origin", "<typing_extensions>")),  # around what torch deprecates
+    contextlib.__file__,  # around contexts and what they decorate
 )
 _SUFFIXES = 3  # so many names of a path are shown and compared: ranks may have a program in different folders
 

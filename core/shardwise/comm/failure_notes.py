@@ -150,6 +150,7 @@ class World:
     # By thread, what it compares before a collective is issued.
     compares: dict[int, Wait] = field(factory=dict)
     compared: dict[str, str] = field(factory=dict)  # by log, the digest of what was compared last
+    compared_at: dict[str, int] = field(factory=dict)  # by log, the number of the collective that was compared last
     # By thread, the frame that it waits in, since when, and what it is; by rank, its note and since when it stands.
     waits: dict[Any, tuple[Any, float, Wait | None]] = field(factory=dict)
     notes: dict[int, tuple[Note, float]] = field(factory=dict)

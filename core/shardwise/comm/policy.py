@@ -7,22 +7,25 @@ other call: see :mod:`shardwise.engine.judging`.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
+import types
 from bisect import bisect_right
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Generator, Iterator, MutableMapping, Sequence
 from contextlib import ContextDecorator, contextmanager
 from functools import cache
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from shardwise.comm.policy_text import ACTIONS, Policy, checked_policy, parse_policies
-from shardwise.errors import TracingError
+from shardwise.errors import SettingsError, TracingError
 from shardwise.kernel.dispatcher import drop_plans
 from shardwise.kernel.mesh import Mesh
-from shardwise.private_torch.autograd_nodes import running_node, sequence_number
+from shardwise.private_torch.autograd_nodes import backward_number, outer_nodes, running_node, sequence_number
 from shardwise.private_torch.dispatch import in_backward
 from shardwise.private_torch.tracing import constant_in_graphs, graph_that_is_made
 from shardwise.settings import read_settings
@@ -163,11 +166,27 @@ class _InForce:
         the one with the strictest policy counts. Nothing says which thread made a node.
         """
         scopes = self._here.scopes
-        if scopes is None and _is_from_elsewhere(number):
+        if _is_from_elsewhere(number) if scopes is None else number is not None and number >= sequence_number():
             stacks = [stack for one in self._everywhere if (stack := one.at_node(number)) is not None]
             return max(stacks, key=_strictness, default=self.settings)
         stack = None if scopes is None else scopes.at_node(number)
         return self.settings if stack is None else stack
+
+    def at_running_node(self) -> Stack:
+        """The policies for what runs in a backward pass: those of its forward op, then those that were entered in the
+        backward pass itself, as in a function that a checkpoint runs again.
+
+        A node that was made in the backward function of another one, and runs there, has the policies of that one.
+        """
+        number, now = running_node(), backward_number()
+        stack, outermost = self.at_node(number), number
+        for outer in outer_nodes():
+            if outermost is not None and outer < outermost:
+                outermost = outer
+        if outermost != number:
+            stack = (*self.at_node(outermost), *(policy for policy in stack if policy.of_backward != -1))
+        entered = [policy for policy in self.stack if policy.of_backward == now]
+        return (*stack, *(policy for policy in entered if not any(policy is one for one in stack)))
 
 
 def _is_from_elsewhere(number: int | None) -> bool:
@@ -205,7 +224,7 @@ def policies_now() -> tuple[Stack, bool]:
     traced = _of_graphs.get(graph) if _of_graphs and (graph := graph_that_is_made()) is not None else ()
     if not in_backward():
         return (*in_force.stack, *(traced or ())), False
-    return (*in_force.at_node(running_node()), *(traced or ())), True
+    return (*in_force.at_running_node(), *(traced or ())), True
 
 
 @contextmanager
@@ -239,10 +258,10 @@ def number_of_scope(scope: PolicyScope) -> int:
     return len(_of_modules) - 1
 
 
-class _Before(threading.local):
-    """By thread, what was in force where a scope was entered, once for each time."""
+class _Entered(threading.local):
+    """By thread, the policies that a scope has put in force and not taken back, once for each time it was entered."""
 
-    stacks: tuple[Stack, ...] = ()
+    policies: Stack = ()
 
 
 class PolicyScope(ContextDecorator):
@@ -250,23 +269,84 @@ class PolicyScope(ContextDecorator):
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._before = _Before()
+        self._entered = _Entered()
+
+    def __call__(self, function: Any) -> Any:
+        """The function with the policy in force while its own code runs: that of a generator or a coroutine runs after
+        the call, and not while it is suspended.
+        """
+        if isinstance(function, type) or inspect.isasyncgenfunction(function):
+            what = "a class" if isinstance(function, type) else "an asynchronous generator"
+            raise SettingsError(
+                asked=f"decorate {getattr(function, '__qualname__', function)} with {self!r}",
+                found=f"it is {what}, whose code does not run in the call",
+                do="Decorate a function, a method, a generator or a coroutine. A module's policy is an argument of "
+                "distribute_module.",
+                setting="communication",
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                return await _resumed(self, function(*args, **kwargs))
+
+            return awaited
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def iterated(*args: Any, **kwargs: Any) -> Any:
+                return (yield from _resumed(self, function(*args, **kwargs)))
+
+            return iterated
+        return super().__call__(function)
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
             _refuse_in_a_graph(self.policy.action)
         start_by_settings()
-        self._before.stacks = (*self._before.stacks, in_force.stack)
-        in_force.enter((*in_force.stack, self.policy))
+        # An object of its own: the one that is taken back.
+        entered = evolve(self.policy, of_backward=backward_number())
+        self._entered.policies = (*self._entered.policies, entered)
+        in_force.enter((*in_force.stack, entered))
         return self
 
     def __exit__(self, *_: object) -> None:
-        *before, stack = self._before.stacks
-        self._before.stacks = tuple(before)
-        in_force.enter(stack)
+        if not self._entered.policies:
+            raise SettingsError(
+                asked=f"leave {self!r}",
+                found="this thread has not entered it",
+                do="Enter and leave it in one thread, by a with statement.",
+                setting="communication",
+            )
+        *rest, gone = self._entered.policies
+        self._entered.policies = tuple(rest)
+        # A generator may leave its scope after scopes that were entered later, or before them. They stay.
+        in_force.enter(tuple(policy for policy in in_force.stack if policy is not gone))
 
     def __repr__(self) -> str:
         return f"communication({str(self.policy)!r})"
+
+
+@types.coroutine
+def _resumed(scope: PolicyScope, running: Any) -> Generator[Any, Any, Any]:
+    """Yield what a generator or a coroutine yields, and give what it returns, with a policy in force while it runs."""
+    resume = functools.partial(running.send, None)
+    try:
+        while True:
+            with scope:
+                try:
+                    given = resume()
+                except StopIteration as stop:
+                    return stop.value
+            try:
+                resume = functools.partial(running.send, (yield given))
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # noqa: BLE001  # whatever the caller throws in is the generator's to handle
+                resume = functools.partial(running.throw, error)
+    finally:
+        with scope:
+            running.close()
 
 
 @constant_in_graphs

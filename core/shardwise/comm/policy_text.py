@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from shardwise.errors import SettingsError
 
@@ -24,7 +24,7 @@ class Policy:
 
     ``over`` are mesh dims by name or number, one of which the collective runs over. ``kinds`` are kinds of collectives,
     ``above`` the bytes that a rank may hand in (0: it may issue none, not even an empty one), and ``phases`` parts of a
-    training step.
+    training step. ``of_backward`` is the number of the backward pass in which the policy was entered, -1 for none.
     """
 
     action: str
@@ -32,6 +32,7 @@ class Policy:
     kinds: tuple[str, ...] | None = None
     above: int = 0
     phases: tuple[str, ...] = _USUAL_PHASES
+    of_backward: int = field(default=-1, eq=False, kw_only=True)
 
     def covers(self, phase: str, kind: str | None, dims: Collection[str | int], nbytes: int | None) -> bool:
         """Whether it is about a collective. ``None`` for a kind or a number of bytes that only data decides."""
@@ -62,7 +63,7 @@ def checked_policy(
     """A policy of values that were given. Raises :class:`SettingsError` for one that it cannot have."""
 
     def words(name: str, value: Any, allowed: Sequence[str]) -> tuple[Any, ...]:
-        listed = (value,) if isinstance(value, (str, int)) else tuple(value)
+        listed = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else (value,)
         for word in listed:
             is_word = isinstance(word, str) if allowed else isinstance(word, (str, int)) and not isinstance(word, bool)
             if not is_word or (allowed and word not in allowed):

@@ -39,7 +39,8 @@ def _waits(values: Iterable[Any]) -> list[Wait]:
 
 @define
 class Waiting:
-    """What one rank waits for, and how many collectives it has issued by group. ``serial`` changes with the waits.
+    """What one rank waits for, how many collectives it has issued by group, and the last that it has compared before.
+    ``serial`` changes with the waits.
 
     ``looks`` counts how often the rank has looked since, and still waited.
     """
@@ -48,6 +49,7 @@ class Waiting:
     waits: list[Wait] = field(converter=_waits)
     counts: dict[str, int]
     looks: int = 0
+    compared: dict[str, int] = field(factory=dict)
 
     def misses(self, others: Mapping[int, Waiting], rank: int) -> set[int]:
         """The waiting ranks among ``others`` that have not come to what this ``rank`` waits for."""
@@ -62,8 +64,11 @@ class Waiting:
         """Whether this rank has issued, or also waits in, what another waits for."""
         if wait.kind == "torch":
             return any(own.kind == "torch" and own.group == wait.group for own in self.waits)
-        is_there = any((w.kind, w.group, w.number) == ("comparison", wait.group, wait.number) for w in self.waits)
-        return self.counts.get(wait.group, 0) >= wait.number or (is_there and wait.kind == "comparison")
+        if wait.kind == "comparison":  # a rank that has issued the collective without it does not come any more
+            here = (wait.kind, wait.group, wait.number)
+            is_there = any((own.kind, own.group, own.number) == here for own in self.waits)
+            return is_there or self.compared.get(wait.group, 0) >= wait.number
+        return self.counts.get(wait.group, 0) >= wait.number
 
 
 @define(eq=False)
@@ -122,7 +127,7 @@ def _write(world: World, looks: _Looks) -> None:
 
 def _own(world: World, looks: _Looks) -> Waiting:
     counts = {log.name: log.count for log in world.logs.values()}
-    return Waiting(looks.serial, looks.written, counts, looks.looks)
+    return Waiting(looks.serial, looks.written, counts, looks.looks, dict(world.compared_at))
 
 
 def _read(world: World, rank: int) -> Waiting | None:

@@ -26,6 +26,7 @@ from shardwise.kernel.registrar import RuleModule
 from shardwise.kernel.signature import op_name
 
 __all__ = [
+    "HEAD",
     "FrozenPlugin",
     "RuleLock",
     "as_refused",
@@ -41,7 +42,7 @@ VERSION = 1
 NO_FILES = "none"
 """The digest of a package whose source files are not there."""
 
-_HEAD = """\
+HEAD = """\
 # The rules that a program may load. SHARDWISE_LOCK, or `lock` in [tool.shardwise], names this file, and anything else
 # is refused. `shardwise plugins freeze --out FILE` writes it again.
 """
@@ -73,7 +74,7 @@ class RuleLock:
 
     def text(self) -> str:
         """The file: sorted, one table for each plugin."""
-        parts = [f"{_HEAD}version = {VERSION}\nshardwise = {_quoted(self.shardwise)}\n"]
+        parts = [f"{HEAD}version = {VERSION}\nshardwise = {_quoted(self.shardwise)}\n"]
         for plugin in self.plugins:
             lines = [f"{name} = {_value(getattr(plugin, name))}\n" for name in _FIELDS]
             parts.append("[[plugin]]\n" + "".join(lines))

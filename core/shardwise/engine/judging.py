@@ -12,13 +12,15 @@ from attrs import frozen
 from shardwise.comm.policy import Stack, in_force, policies_now
 from shardwise.comm.policy_text import Policy
 from shardwise.engine.call_site import is_in_optimizer_step, users_line
+from shardwise.engine.remedies import to_move, to_send_nothing_in_lowering
 from shardwise.engine.sends import Moved, Sends, move_of
 from shardwise.engine.shared_moves import held_moves
 from shardwise.engine.traffic import Collective
 from shardwise.errors import CommunicationError, CommunicationWarning, SettingsError
 from shardwise.kernel.engine import tensor_class
-from shardwise.kernel.placements import REPLICATE, Partial, Placement, Replicate, show_all
+from shardwise.kernel.placements import Placement, show_all
 from shardwise.kernel.plan import Plan
+from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import Kind, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import name_of_running_node
@@ -39,7 +41,7 @@ def judge(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> 
     if plan.kept is not None and plan.kept.arguments(args, kwargs) is not None:
         return  # it runs as another call, which is judged
     phase = "backward" if is_backward else "optimizer" if is_in_optimizer_step() else "forward"
-    judged = _Judged(op_name(plan.schema.op), phase, stack)
+    judged = _Judged(op_name(plan.schema.op), phase, stack, plan.entry)
     for move, one in sends.collectives(_kept(plan, sends, args, kwargs)):
         judged.collective(move, one, sends)
     if not sends.lowering.complete:
@@ -82,6 +84,7 @@ class _Judged:
     op: str
     phase: str
     stack: Stack
+    entry: Entry | None = None
 
     def collective(self, move: Moved | None, one: Collective, sends: Sends | None) -> None:
         """Judge one collective."""
@@ -94,11 +97,13 @@ class _Judged:
         if move is not None:
             why = f"{move.name} lies as {show_all(move.src.placements)}, and it is needed as "
             why += show_all(move.dst.placements)
-            do = _redistribute(move, self.phase)
+            do = to_move(move, self.phase)
             details = {"operand": move.name, "source": str(move.src), "target": str(move.dst)}
         else:
             assert sends is not None
-            why, do = "the rule's own lowering sends it", _whole_operands(sends, one.mesh_dims, self.phase)
+            assert self.entry is not None
+            why = "the rule's own lowering sends it"
+            do = to_send_nothing_in_lowering(sends, self.entry, one.mesh_dims, self.phase)
             details = {"operand": "", "source": "", "target": ""}
         self._apply(policy, what, why, do, kind=one.kind, mesh_dims=tuple(names), nbytes=one.nbytes, **details)
 
@@ -110,7 +115,8 @@ class _Judged:
             return
         names = tuple(_name(sends.schema.mesh, m) for m in dims)
         what = f"something over {', '.join(names)}: data decide how much, and whether at all"
-        do = _whole_operands(sends, dims, self.phase)
+        assert self.entry is not None
+        do = to_send_nothing_in_lowering(sends, self.entry, dims, self.phase)
         details = {"operand": "", "source": "", "target": "", "kind": "", "mesh_dims": names, "nbytes": -1}
         self._apply(policy, what, "the rule's own lowering sends it", do, **details)
 
@@ -166,40 +172,3 @@ def _check_names(policy: Policy) -> None:
 def _name(mesh: Any, mesh_dim: int) -> str:
     names = getattr(mesh, "mesh_dim_names", None)
     return names[mesh_dim] if names else f"mesh dim {mesh_dim}"
-
-
-def _redistribute(move: Moved, phase: str) -> str:
-    """The call that makes a move explicit."""
-    name = move.name.partition(",")[0]
-    there = _written(move.dst.placements)
-    if phase == "gradients":
-        return 'Leave "gradients" out of the policy, or place the leaf so that its gradient needs no sum.'
-    if phase == "backward":
-        return (
-            f"Give the forward tensor whose gradient this is a layout for it, as in "
-            f"y.redistribute(placements=y.placements, grad_placements={there}), or allow it where the forward op runs."
-        )
-    return f"Write {name} = {name}.redistribute(placements={there}) before the call, or allow it."
-
-
-def _whole_operands(sends: Sends, mesh_dims: Sequence[int], phase: str) -> str:
-    if phase == "backward":  # the op and its operands are autograd's, so no line of the program can redistribute them
-        return "Redistribute the operands of the forward op to whole tensors before it, or allow it where that op runs."
-    for name, spec in zip(sends.schema.operand_names, sends.schema.specs, strict=True):
-        if spec is not None and any(not isinstance(spec.placements[m], Replicate) for m in mesh_dims):
-            whole = [REPLICATE if m in mesh_dims else p for m, p in enumerate(spec.placements)]
-            return f"Write {name} = {name}.redistribute(placements={_written(whole)}) before the call, or allow it."
-    return "Allow it where the call is made."
-
-
-def _written(placements: Sequence[Placement]) -> str:
-    """Placements as a program writes them."""
-
-    def one(placement: Placement) -> str:
-        if isinstance(placement, Replicate):
-            return "Replicate()"
-        if isinstance(placement, Partial):
-            return f'Partial("{placement.reduce_op}")'
-        return str(placement) if "_Strided" in type(placement).__name__ else f"Shard({placement.dim})"  # type: ignore[attr-defined]
-
-    return f"[{', '.join(map(one, placements))}]"

@@ -135,8 +135,12 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
             described, inputs, made, is_lowered=lowering is not None, is_shared=is_shared, is_explicit=is_explicit
         )
         pairs = zip(made, results, strict=True)
-        ends = [move_of("its result", a, b) for a, b in pairs if a is not None and b is not None and a is not b]
-        plan.sends = together([sends], schema, ends) if any(ends) else sends
+        ends = [
+            move_of("its result", a, b, is_of_result=True)
+            for a, b in pairs
+            if a is not None and b is not None and a is not b
+        ]
+        plan.sends = together([sends], schema, ends, is_explicit=is_explicit) if any(ends) else sends
     return plan
 
 

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.comm.policy import in_force as policies
 from shardwise.comm.redistribute import runner
-from shardwise.engine.sends import Moved, move_of, together
+from shardwise.engine.sends import WRITTEN_BACK, Moved, move_of, together
 from shardwise.engine.view_copies import writable
 from shardwise.kernel.local_strides import in_order
 from shardwise.kernel.placements import REPLICATE, Partial
@@ -92,7 +92,7 @@ def _moves(not_read: Collection[str], pairs: Iterable[Any]) -> Iterator[Moved | 
             continue
         if name.partition("[")[0] not in not_read:
             yield move_of(name, part, whole)
-        yield move_of(f"{name}, written back", whole, part)
+        yield move_of(f"{name}{WRITTEN_BACK}", whole, part)
 
 
 def _write(

@@ -15,9 +15,11 @@ from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted
 from shardwise.planning.path import shortest_path
 
-__all__ = ["Moved", "Sends", "move_of", "sends_of", "together"]
+__all__ = ["WRITTEN_BACK", "Moved", "Sends", "move_of", "sends_of", "together"]
 
 _NOTHING = Issued(())
+WRITTEN_BACK = ", written back"
+"""How the name of a move ends that brings a written operand back to its layout."""
 
 
 class Described(Protocol):
@@ -34,7 +36,7 @@ class Described(Protocol):
 @frozen
 class Moved:
     """A tensor that a call brings to another layout. ``place`` is its place among the call's operands, if it is one
-    that stays moved for later calls.
+    that stays moved for later calls; ``is_of_result`` says that the call moves a result, as was decided for a step.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Moved:
     dst: TensorSpec
     collectives: tuple[Collective, ...]
     place: int | None = None
+    is_of_result: bool = False
 
 
 @frozen
@@ -64,13 +67,15 @@ class Sends:
         yield from ((None, one) for one in self.lowering.collectives)
 
 
-def move_of(name: str, src: TensorSpec, dst: TensorSpec, place: int | None = None) -> Moved | None:
+def move_of(
+    name: str, src: TensorSpec, dst: TensorSpec, place: int | None = None, *, is_of_result: bool = False
+) -> Moved | None:
     """A move; ``None`` if it sends nothing. Sizes that are symbols count as their hints."""
     if src.placements == dst.placements:
         return None
     source, target = (hinted(spec).untagged for spec in (src, dst))
     collectives = in_path(source, shortest_path(source, target), name)
-    return Moved(name, source, target, tuple(collectives), place) if collectives else None
+    return Moved(name, source, target, tuple(collectives), place, is_of_result) if collectives else None
 
 
 def sends_of(
@@ -125,8 +130,17 @@ def _coordinates(mesh_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     yield from product(*(sorted({0, min(1, n - 1), n // 2, n - 1}) for n in mesh_shape))
 
 
-def together(sends: Iterable[Sends | None], schema: OpSchema, more: Iterable[Moved | None] = ()) -> Sends | None:
-    """What a call sends that consists of others, and of some moves. The operands of a single one are its own."""
+def together(
+    sends: Iterable[Sends | None],
+    schema: OpSchema,
+    more: Iterable[Moved | None] = (),
+    *,
+    is_explicit: bool | None = None,
+) -> Sends | None:
+    """What a call sends that consists of others, and of some moves. The operands of a single one are its own.
+
+    ``is_explicit`` says that a plan file decided all of it; by default, whether it decided the others.
+    """
     parts = [part for part in sends if part is not None]
     is_one = len(parts) == 1 and len(parts[0].schema.specs) == len(schema.specs)
     extra = tuple(move for move in more if move is not None)
@@ -135,4 +149,6 @@ def together(sends: Iterable[Sends | None], schema: OpSchema, more: Iterable[Mov
     moves = tuple(move if is_one else evolve(move, place=None) for part in parts for move in part.moves)
     issued = tuple(one for part in parts for one in part.lowering.collectives)
     lowering = Issued(issued, complete=all(part.lowering.complete for part in parts))
-    return Sends(schema, (*extra, *moves), lowering, bool(parts) and all(part.is_explicit for part in parts))
+    if is_explicit is None:
+        is_explicit = bool(parts) and all(part.is_explicit for part in parts)
+    return Sends(schema, (*extra, *moves), lowering, is_explicit)

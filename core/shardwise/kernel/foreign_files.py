@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, BinaryIO
 
-__all__ = ["LARGEST", "leads_out", "load_json", "read_bytes", "read_text", "reason", "short"]
+__all__ = ["LARGEST", "leads_out", "load_json", "read_beginning", "read_bytes", "read_text", "reason", "short"]
 
 LARGEST = 256 << 20
 """The most bytes of a file of text that are read: the largest plans have a few MiB."""
@@ -15,14 +17,33 @@ LARGEST = 256 << 20
 
 def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
     """The bytes of a file. Raises :class:`OSError`, and :class:`ValueError` for more than ``limit`` bytes."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError("it is not a file")  # to open a pipe would wait for whoever writes it
-    with path.open("rb") as file:
+    with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > limit else file.read(limit + 1)
     if max(size, len(data)) > limit:
         raise ValueError(f"it has more than {limit} bytes")
     return data
+
+
+def read_beginning(path: Path, count: int) -> bytes:
+    """The first bytes of a file. Raises as :func:`read_bytes`."""
+    with _opened(path) as file:
+        return file.read(count)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file and nothing else: to open a pipe would wait for whoever writes it. What is looked at is what was opened,
+    as another thing may have the name a moment later.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    number = os.open(path, flags)
+    mode = os.fstat(number).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(number, "rb")
+    os.close(number)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError("it is not a file")
 
 
 def read_text(path: Path, limit: int = LARGEST) -> str:

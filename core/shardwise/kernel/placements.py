@@ -96,8 +96,10 @@ def parse_placement(text: str) -> Placement:
     word = text.strip()
     if word == "R":
         return REPLICATE
-    head, _, rest = word.partition("(")
-    inner = rest.rstrip(")").strip()
+    head, opens, rest = word.partition("(")
+    if bool(opens) != rest.endswith(")"):
+        head = ""  # it is cut short
+    inner = rest.removesuffix(")").strip()
     if head == "S" and re.fullmatch(_DIM, inner):
         return shard(int(inner))
     if head == "_S" and (strided := re.fullmatch(rf"({_DIM}), *([1-9][0-9]{{0,17}})", inner)):

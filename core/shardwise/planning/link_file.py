@@ -18,6 +18,7 @@ from attrs import asdict, evolve, field, fields, frozen
 from shardwise.errors import LinksFileError, LinksVersionError
 from shardwise.kernel.foreign_files import load_json, read_text, reason, short
 from shardwise.kernel.mesh import ints
+from shardwise.kernel.whole_files import write_whole
 from shardwise.planning.cost import KINDS, Connection, Link, Links
 
 __all__ = [
@@ -265,9 +266,7 @@ def store(calibration: Calibration, path: Path) -> None:
         others = [c for c in entries if c.site != calibration.site]
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may read the file meanwhile, so it is replaced at once.
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(show([calibration, *others]))
-        part.replace(path)
+        write_whole(path, show([calibration, *others]))
     except OSError as error:
         raise LinksFileError(
             asked=f"write measured link figures to {path}",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from shardwise.private_torch.parts import find_part, refuse, torch_part
 
-__all__ = ["at_end_of_backward", "backward_number", "hooks_of", "running_node", "sequence_number"]
+__all__ = ["at_end_of_backward", "backward_number", "hooks_of", "outer_nodes", "running_node", "sequence_number"]
 
 _FOREVER = 1 << 62  # nodes that accumulate in leaves have the largest number of 64 bits
 
@@ -17,6 +19,8 @@ _next_number: Callable[[], int] | None = find_part("torch._C._autograd._get_sequ
 _current_node: Callable[[], Any] = torch_part(
     "torch._C._current_autograd_node", "tell which node of a backward pass runs"
 )
+# The engine calls it for a node of a program's own class, whose number it has.
+_own_node: CodeType | None = find_part("torch.autograd.function.BackwardCFunction.apply.__code__")
 # As torch's own data parallelism does.
 _queue_callback: Callable[[Callable[[], None]], None] = torch_part(
     "torch.autograd.Variable._execution_engine.queue_callback", "wait for the end of a backward pass"
@@ -48,6 +52,19 @@ def _number_of(node: Any) -> int:
     if not hasattr(node, "_sequence_nr"):
         refuse("torch.autograd.graph.Node._sequence_nr", "tell which forward call a node of a backward pass is of")
     return int(node._sequence_nr())
+
+
+def outer_nodes() -> Iterator[int]:
+    """The numbers of the nodes in whose backward functions the running one runs, innermost first: a checkpoint of the
+    reentrant kind computes what it did not keep, and runs a backward pass of its own.
+
+    The engine keeps the outer ones on its own stack. Where torch has no frame of this kind there are none.
+    """
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _own_node:
+            yield _number_of(frame.f_locals["self"])
+        frame = frame.f_back
 
 
 def backward_number() -> int:

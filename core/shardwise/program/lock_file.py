@@ -18,7 +18,7 @@ from shardwise.errors import LockFileError, LockFitError, LockVersionError
 from shardwise.kernel.foreign_files import read_bytes, reason, short
 from shardwise.program.lock_patterns import collapsed, escaped, expanded, module_order, unescaped
 
-__all__ = ["CAUSES", "MEMORY", "Lock", "PHASES", "Row", "parse", "patterns_of", "read_lock"]
+__all__ = ["CAUSES", "HEAD", "MEMORY", "Lock", "PHASES", "Row", "parse", "patterns_of", "read_lock"]
 
 VERSION = 1
 PHASES = ("forward", "backward", "optimizer")
@@ -26,7 +26,7 @@ CAUSES = ("implicit", "explicit")
 MEMORY = ("parameters", "buffers", "gradients", "optimizer", "kept", *(f"peak in {phase}" for phase in PHASES))
 """What the memory of a rank is counted as: see :class:`shardwise.tools.rehearse.Memory`."""
 
-_HEAD = "# What one rank sends in a step. Written by `shardwise lock`, compared by `shardwise lock --check`."
+HEAD = "# What one rank sends in a step. Written by `shardwise lock`, compared by `shardwise lock --check`."
 _COLUMNS = ("# times", "bytes", "kind", "mesh dims", "module", "op", "cause", "why")
 _MOST_ROWS = 200_000  # that are read: a small file may stand for many
 _LONGEST = 500  # letters of what a message says of a line
@@ -95,7 +95,7 @@ class Lock:
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
-        yield _HEAD
+        yield HEAD
         for name, value in zip(_TOP, (str(VERSION), self.program, self.mesh_text, self.plan), strict=True):
             yield f"{name:8} {value if name == 'mesh' else escaped(value)}"
         yield ""
@@ -243,7 +243,7 @@ class _Reader:
         return lock
 
     def head(self) -> dict[str, str]:
-        if not self.texts[0].startswith(_HEAD[:32]):
+        if not self.texts[0].startswith(HEAD[:32]):
             raise self.wrong("it is not a lockfile of communication", 1)
         values = {}
         for number, name in enumerate(_TOP, 2):

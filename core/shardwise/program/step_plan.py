@@ -12,6 +12,7 @@ from attrs import frozen
 from shardwise.errors import PlanFileError, PlanMeshError, ShardingError
 from shardwise.kernel import foreign_files
 from shardwise.kernel.foreign_files import load_json, reason, short
+from shardwise.kernel.whole_files import write_whole
 from shardwise.program.decisions import Decisions
 from shardwise.program.plan_file import PlanFile, parse
 from shardwise.program.step_graph import Places
@@ -44,10 +45,8 @@ class StepPlan:
             (decisions_path(target), json.dumps(data, indent=0, sort_keys=True) + "\n"),
             (target, self.file.text()),
         ):
-            part = file.with_name(f"{file.name}.part")
             try:
-                part.write_text(text, encoding="utf-8")
-                part.replace(file)
+                write_whole(file, text)
             except OSError as error:
                 raise PlanFileError(
                     asked=f"write the plan {target}",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from attrs import field, frozen
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.rank_failures import tell
@@ -17,6 +18,7 @@ from shardwise.kernel.arguments import check_flag, check_mesh, check_sizes, refu
 from shardwise.kernel.placements import Placement, shard_dim, show_all
 from shardwise.kernel.world import PerWorld
 from shardwise.private_torch import trees as pytree
+from shardwise.private_torch.dispatch import version_of
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced
 from shardwise.private_torch.transforms import are_transforms_active, below_transforms, is_wrapped
@@ -168,13 +170,30 @@ class LocalFunction:
             leaf if own is None else self._enter(leaf, name, own)
             for leaf, name, own in zip(leaves, border.names, crossings, strict=True)
         ]
+        versions = [] if is_compiled else [_version(part) for part in parts]
         with locally():
             if tree is None:
                 local_args, local_kwargs = pytree.tree_unflatten(parts, pytree.tree_structure((args, kwargs)))
                 result = self.fn(*local_args, **local_kwargs)
             else:
                 result = self.fn(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True)))
+        if not is_compiled and versions != [_version(part) for part in parts]:
+            self._note_writes(leaves, parts, versions, border.arguments)
         return self._on_mesh(result, parts, border, mesh, key)
+
+    def _note_writes(self, leaves: Sequence[Any], parts: Sequence[Any], versions: Sequence[int], own: Any) -> None:
+        """Have autograd and copies know what the function wrote to its arguments. What it wrote to a copy is lost."""
+        for leaf, part, version, layout in zip(leaves, parts, versions, own, strict=True):
+            if layout is None or _version(part) == version:
+                continue
+            if leaf.placements != layout:
+                raise LocalResultError(
+                    asked=f"call {self.name} by local",
+                    found=f"it writes to an argument {tuple(leaf.shape)} {show_all(leaf.placements)}, which was moved "
+                    f"to {show_all(layout)}: the argument itself is not written",
+                    do="Clone it in the function and return it, or redistribute it before the call.",
+                )
+            increment_version(leaf)
 
     def _enter(self, tensor: MeshTensor, name: str, crossing: Crossing) -> torch.Tensor:
         layout = crossing.layout
@@ -311,6 +330,11 @@ def _placements(leaf: Any, _entry: Any) -> Layout | None:
     if isinstance(leaf, MeshTensor) or (_is_transformed(leaf) and is_on_mesh(leaf)):
         return leaf.placements  # type: ignore[no-any-return]
     return None
+
+
+def _version(part: Any) -> int:
+    """How often memory was written; 0 for what has no such number."""
+    return version_of(part) if type(part) is torch.Tensor and not part.is_inference() else 0
 
 
 def _is_transformed(leaf: Any) -> bool:

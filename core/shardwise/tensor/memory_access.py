@@ -28,6 +28,7 @@ from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
+from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
 from shardwise.private_torch.distributed import is_staging
 from shardwise.private_torch.tracing import SETS_MEMORY, end_graph, is_compiled_now, is_describing, is_traced
@@ -257,7 +258,7 @@ def data_ptr(tensor: Any) -> int:
         frame = frame.f_back if frame else None
         callers.append(str(frame.f_globals.get("__name__", "")) if frame else "")
     if callers[0] == "torch.cuda.graphs":
-        return fresh(tensor._local_tensor).data_ptr()
+        return cast("int", fresh(tensor._local_tensor).data_ptr())
     if any(caller.partition(".")[0] == "triton" for caller in callers):
         _refuse(
             tensor,

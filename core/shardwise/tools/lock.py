@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.kernel.whole_files import write_whole
 from shardwise.program.decisions import Decisions
 from shardwise.program.lock_file import MEMORY, PHASES, Lock, Row
 from shardwise.program.step_plan import StepPlan
@@ -109,12 +109,7 @@ def _row(site: Site, times: int, nbytes: int) -> Row:
 
 def save_lock(lock: Lock, path: Path) -> None:
     """Write a lockfile: whole, or not at all. Raises :class:`OSError`."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        beside.write_bytes(lock.text().encode())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, lock.text())
 
 
 def is_ci(environ: Mapping[str, str]) -> bool:

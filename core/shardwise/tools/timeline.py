@@ -23,6 +23,7 @@ from shardwise.errors import CallError, TimelineFileError
 from shardwise.kernel.arguments import check_path
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plurals import counted
+from shardwise.kernel.whole_files import write_whole
 from shardwise.planning.cost import links_of, step_costs
 from shardwise.private_torch.autograd_nodes import at_end_of_backward, backward_number
 from shardwise.private_torch.fake import is_rehearsing
@@ -88,7 +89,19 @@ def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) 
         with recorder.recording():
             yield recorder
     finally:
-        target.write_text(json.dumps(recorder.trace()), encoding="utf-8")
+        _write(target, recorder)
+
+
+def _write(file: Path, recorder: Timeline) -> None:
+    try:
+        write_whole(file, json.dumps(recorder.trace()))
+    except OSError as error:
+        raise TimelineFileError(
+            asked=f"write a timeline to {file}",
+            found=f"it cannot be written: {error.strerror}",
+            do="Name a file in a folder that can be written.",
+            path=str(file),
+        ) from error
 
 
 @define(eq=False, repr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from itertools import accumulate
@@ -24,6 +25,7 @@ from shardwise.tools.layout_blocks import Cell, Interval, LayoutBlocks, blocks_o
 __all__ = ["Picture", "visualize"]
 
 _MOST = 24  # blocks along a dim that are drawn, and pictures of further dims
+_MOST_RANKS = 1 << 20  # each is looked at
 _WIDTH = 64  # of a picture in characters, where the blocks leave room
 _ROW, _HEIGHT = 3, 12  # of a row of blocks, and of a picture
 _COLOURS = ("blue", "green", "magenta", "cyan", "yellow", "red", "bright_blue", "bright_green")
@@ -89,6 +91,12 @@ def _described(shape: Any, mesh_shape: Any, placements: Sequence[Placement | str
             asked=f"show a tensor on a mesh {mesh_shape!r}" + ("" if names is None else f" with the names {names!r}"),
             found="a mesh has a whole number above 0 for each of its dims, and a name for each or for not one",
             do='Write visualize((8, 6), (2, 2), ["S(0)", "R"], names=["dp", "tp"]).',
+        )
+    if math.prod(mesh_shape) > _MOST_RANKS:
+        raise CallError(
+            asked=f"show a tensor on a mesh {mesh_shape!r}",
+            found=f"it has {math.prod(mesh_shape):,} ranks, and at most {_MOST_RANKS:,} are drawn",
+            do="Take a smaller mesh.",
         )
     given = [placements] if isinstance(placements, (str, Placement)) else placements
     listed = [parse_placement(p) if isinstance(p, str) else p for p in given]

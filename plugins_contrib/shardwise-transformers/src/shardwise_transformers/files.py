@@ -21,7 +21,8 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any)
     in the memory of its host.
     """
     is_first = dist.get_rank() == 0
-    whole, names = {}, {}
+    whole: dict[str, Any] = {}
+    names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # which tells what is tied
         if id(tensor) not in names:
             value = tensor.full_tensor() if isinstance(tensor, MeshTensor) else tensor
