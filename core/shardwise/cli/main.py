@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -72,6 +73,17 @@ class Commands(click.Group):
         command = getattr(import_module(module), function or cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the arguments name; an unknown one is refused with the nearest."""
+        name = args[0]
+        if name in COMMANDS or ctx.resilient_parsing or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(sorted(COMMANDS))}."
+        raise click.UsageError(f"No such command {name!r}.{hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """The list of commands, with what each does, without importing them."""

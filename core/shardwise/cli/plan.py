@@ -15,7 +15,7 @@ from rich.table import Table
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_json, print_parts, print_rows, print_text, refuse_no_folder
-from shardwise.cli.program_errors import OF_MESH, check_takes, program_errors
+from shardwise.cli.program_errors import OF_MESH, check_takes, naming_mesh_dims, program_errors
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape, words_per_mesh_dim
 from shardwise.program.amounts import milliseconds, parse_size, size_text
 from shardwise.program.plan_file import Line, PlanFile, parse
@@ -112,7 +112,8 @@ def step(  # noqa: PLR0913  # the options of the command
         # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
         function: Callable[..., Any] = load_function(program)
         check_takes(program, function, "mesh", do=OF_MESH)
-        return function(mesh)
+        with naming_mesh_dims(names):
+            return function(mesh)
 
     options: dict[str, Any] = {
         "fixed": () if fixed is None else (fixed,),

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.modules import load_function
-from shardwise.cli.program_errors import OF_MESH, check_takes
+from shardwise.cli.program_errors import OF_MESH, check_takes, naming_mesh_dims
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -54,7 +54,8 @@ class StepProgram:
         """Load the function and call it: a model that a file makes when it is imported takes no memory here."""
         function: Callable[..., Any] = load_function(self.text)
         check_takes(self.text, function, "mesh", do=OF_MESH)
-        return function(mesh)
+        with naming_mesh_dims(self.mesh_names):
+            return function(mesh)
 
 
 _OPTIONS = (
