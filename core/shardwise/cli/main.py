@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from shardwise.errors import ShardingError
 from shardwise.kernel.first_party import core_version
@@ -89,6 +90,11 @@ class Commands(click.Group):
         """The list of commands, with what each does, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in sorted(COMMANDS.items())])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The names of commands that begin so, without importing them."""
+        names = [CompletionItem(n, help=text) for n, (_, text) in sorted(COMMANDS.items()) if n.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and note whether stdout is for JSON."""
