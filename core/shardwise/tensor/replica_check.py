@@ -54,18 +54,19 @@ def check_replicas(
         check_module("check replicas", model, "model")
     if every is not None and type(every) is not int:
         refuse_argument("check replicas", "every", every, "Give a whole number of steps.")
-    if model is not None:
-        _refuse_plain(model)
-    if every is None:
-        _compare(model, optimizer, "now")
-        return None
-    if optimizer is None or every < 1:
+    if every is not None and (optimizer is None or every < 1):
         raise SettingsError(
             asked=f"check replicas every {every} steps",
             found="there is no optimizer whose steps could be counted" if optimizer is None else "every is below 1",
             do="Pass the optimizer and every=n with n from 1 on, or neither to compare once.",
             setting="check-replicas",
         )
+    if model is not None:
+        _refuse_plain(model)
+    if every is None:
+        _compare(model, optimizer, "now")
+        return None
+    assert optimizer is not None
     done = Counter[str]()
 
     def after(stepped: Optimizer, _args: Any, _kwargs: Any) -> None:
