@@ -84,6 +84,7 @@ def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp
         ("[tool.shardwise]\ncheck-ranks = true\ncheck_ranks = false", "'check-ranks' is set twice, by - and by _"),
         ("[tool.shardwise]\nprefer = {'' = 'acme'}", "does not map ops to plugins"),
         ("[tool]\nshardwise = 3", "is not a table"),
+        ("[shardwise]\nstrict = true", "its table is [shardwise], which nobody reads. Write [tool.shardwise]"),
     ],
 )
 def test_a_pyproject_that_cannot_be_read(text, found, tmp_path):

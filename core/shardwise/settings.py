@@ -188,6 +188,8 @@ def _pyproject(folder: Path | None) -> tuple[Path | None, Mapping[str, Any], tup
                 unread.append(_unread(str(path), error, "Correct it if it has settings of shardwise."))
             continue
         if table is not None:
+            if table is _MISPLACED:
+                raise _refusal(str(path), "its table is [shardwise], which nobody reads", "Write [tool.shardwise].")
             if not isinstance(table, dict):
                 raise _refusal(str(path), "tool.shardwise is not a table", "Write [tool.shardwise] and keys under it.")
             return path, table, tuple(unread)
@@ -209,6 +211,9 @@ def _warn_of(unread: Iterable[tuple[str, str]]) -> None:
             warn_user(f"{found}; shardwise has no settings of it. {do}", RuntimeWarning)
 
 
+_MISPLACED = object()
+"""What stands for a table [shardwise] outside of [tool]."""
+
 _HAS_TABLE = re.compile(rb"""\[\s*["']?tool["']?\s*\.\s*["']?shardwise""")
 
 
@@ -219,8 +224,10 @@ def _table(text: str) -> Any:
         return None
     import tomllib  # only here: `import shardwise` reads no file
 
-    tool = tomllib.loads(text).get("tool")
-    return tool.get("shardwise") if isinstance(tool, dict) else None
+    content = tomllib.loads(text)
+    tool = content.get("tool")
+    table = tool.get("shardwise") if isinstance(tool, dict) else None
+    return _MISPLACED if table is None and isinstance(content.get("shardwise"), dict) else table
 
 
 def _names(where: str, value: Any) -> frozenset[str]:

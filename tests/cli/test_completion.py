@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 from click.shell_completion import ShellComplete
@@ -20,6 +21,20 @@ def words(*typed):
 def test_commands():
     assert words("pl") == ["plan", "plugins"]
     assert words("plugins", "") == ["check", "freeze", "list", "search", "show"]
+
+
+LIGHT = """
+import sys
+from click.shell_completion import ShellComplete
+from shardwise.cli import main
+offered = ShellComplete(main, {}, "shardwise", "_X").get_completions([], "pl")
+assert [(item.value, bool(item.help)) for item in offered] == [("plan", True), ("plugins", True)]
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_name_of_a_command_needs_no_torch():
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)
 
 
 def test_plugins():

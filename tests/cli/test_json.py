@@ -49,6 +49,7 @@ def interrupted(mesh):
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(PROGRAM)
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)")
     return lambda *arguments: CliRunner().invoke(main, [*arguments, "--json"])
 
 
@@ -76,6 +77,9 @@ ERRORS = {
     "an option": (("rehearse", "mine.py:step", "--mesh", "0x2"), 2, "UsageError"),
     "no option": (("check", "mine.py:step"), 2, "UsageError"),
     "a command": (("trian",), 2, "UsageError"),
+    "a module that ends the process": (("explain", "mm", "--mesh", "2", "--import", "ends.py"), 1, "Error"),
+    "a function of samples that needs some": (("infer", "mm", "--samples", "mine.py:step"), 1, "Error"),
+    "a size that torch cannot count": (("explain", "mm", "--mesh", "2", "--input", f"f32[{10**20}] R"), 1, "CallError"),
     "a command of a command": (("plugins", "serch"), 2, "UsageError"),
     "a plugin": (("plugins", "show", "nosuch"), 1, "Error"),
     "an operand": (("explain", "mm", "--mesh", "2", "--input", "f33[2]"), 1, "CallError"),

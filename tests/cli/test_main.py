@@ -27,6 +27,8 @@ def test_the_help_lists_all():
     assert all(f"  {name} " in text for name in COMMANDS)
     assert main.get_command(click.Context(main), "trian") is None
     assert console.invoke(main, ["trian"]).exit_code == 2
+    assert "No such command 'doctr'. Did you mean 'doctor'?" in console.invoke(main, ["doctr"]).stderr
+    assert "There are calibrate, check, " in console.invoke(main, ["xyz"]).stderr
 
 
 def test_it_runs_as_a_module():

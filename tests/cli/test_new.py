@@ -82,6 +82,7 @@ def test_the_next_steps_are_printed(tmp_path):
         ("match", "makes no package"),
         ("json", "there is a module json already"),
         ("torch", "there is a module torch already"),
+        ("aten", "torch has the op namespace aten itself"),
         ("shardwise-matmul", "there is a module shardwise_matmul already"),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_full_name_is_one_op(name):
     assert find_ops(name) == [aten.mm.default]
 
 
-@pytest.mark.parametrize("name", ["aten.mm", "mm", "aten::mm", "torch.ops.aten.mm"])
+@pytest.mark.parametrize("name", ["aten.mm", "mm", "aten::mm", "torch.ops.aten.mm", "torch.mm", "torch.Tensor.mm"])
 def test_a_name_without_overload_is_all_of_them(name):
     assert find_ops(name) == [getattr(aten.mm, each) for each in sorted(aten.mm.overloads())]
 

@@ -43,6 +43,29 @@ def returns_a_function(mesh):
     return later
 
 
+def in_a_dict(mesh):
+    return {"model": nn.Linear(2, 2), "inputs": torch.ones(2, 2)}
+
+
+def makes_a_mesh(mesh):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,))
+
+
+def makes_a_group(mesh):
+    torch.distributed.init_process_group("gloo")
+
+
+def asserts(mesh):
+    assert mesh is None
+
+
+def by_name(mesh):
+    model = sw.distribute_module(nn.Linear(2, 2), mesh, {"weight": {"tp": sw.Shard(0)}})
+    return model, torch.ones(2, 2)
+
+
 def swaps(mesh):
     return torch.ones(2, 2), nn.Linear(2, 2)
 """
@@ -123,6 +146,27 @@ def test_a_function_that_nothing_calls_is_refused(run, command):
     assert "it returned the function returns_a_function.<locals>.later" in run(command, "mine.py:returns_a_function")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_step_in_a_dict_is_refused(run, command):
+    output = run(command, "mine.py:in_a_dict")
+    assert "it returned a dict" in output
+    assert "Return (model, inputs)" in output
+
+
+def test_a_program_that_makes_a_process_group_of_its_own(run):
+    output = run("rehearse", "mine.py:makes_a_group")
+    assert "makes no process group and no mesh of its own: use `mesh`" in output
+
+
+def test_an_assertion_without_a_text(run):
+    assert "mine.py:asserts raised AssertionError\n" in run("rehearse", "mine.py:asserts")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_mesh_dims_without_names(run, command):
+    assert "--names gives the mesh dims their names, as in --names dp,tp" in run(command, "mine.py:by_name")
+
+
 def test_a_step_in_another_order_is_refused(run):
     output = run("rehearse", "mine.py:swaps")
     assert "it returned a Tensor, a Linear" in output.replace("FakeTensor", "Tensor")
@@ -136,9 +180,11 @@ def test_a_step_in_another_order_is_refused(run):
         ("mine.py:no_such", "mine.py has no function 'no_such'"),
         ("mine.py:needs_nothing", "is called with 1 argument, mesh"),
         ("mine.py:raises", "a mistake of mine"),
+        ("mine.py:by_name", ", in by_name"),
     ],
 )
 def test_check_says_the_same(run, program, said):
     output = run("check", program)
     assert said in output
+    assert "core/shardwise" not in output
     assert "testing" not in output

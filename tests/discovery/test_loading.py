@@ -125,3 +125,16 @@ def test_a_family_that_is_not_installed_may_be_disabled_and_is_said_to_be_missin
         discover(Settings(prefer=(("aten.mm", "shardwise-linalg"),)))
     with pytest.raises(SettingsError, match=r"The nearest is shardwise-matmul\."):
         discover(Settings(disabled=frozenset({"shardwise-matmull"})))
+
+
+def test_what_has_the_name_of_a_family_is_of_this_release(tmp_path, monkeypatch):
+    """Else somebody else's distribution of that name would stand for the family, whatever it requires."""
+    about = tmp_path / "shardwise_norm-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: shardwise-norm\nVersion: 9.9\n")
+    (about / "entry_points.txt").write_text("[shardwise.plugins.v1]\nshardwise-norm = shardwise_norm_of_others\n")
+    (about / "RECORD").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = [plugin for plugin in discover(Settings()) if plugin.origin.plugin == "shardwise-norm"]
+    assert found.status == "refused"
+    assert "a family and its core are of one release" in found.reason

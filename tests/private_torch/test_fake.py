@@ -52,3 +52,16 @@ def test_a_fake_kernel_that_asks_for_a_size_of_data_is_told_from_one_that_refuse
     with pytest.raises(RuntimeError) as refused:
         torch.mm(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta"))
     assert not fake.shape_needs_data(refused.value)
+
+
+def test_a_custom_op_without_a_fake_kernel_is_told_from_one_that_refuses():
+    @torch.library.custom_op("private_torch_test::silent", mutates_args=())
+    def silent(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    with pytest.raises(RuntimeError) as unknown:
+        silent(torch.empty(3, device="meta"))
+    assert fake.has_no_fake(unknown.value)
+    with pytest.raises(RuntimeError) as refused:
+        torch.mm(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta"))
+    assert not fake.has_no_fake(refused.value)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard, errors
@@ -225,7 +226,61 @@ def sparse_operand():
     return [x], lambda: x + torch.eye(4).to_sparse()
 
 
+def dtensor():
+    """Its part on each rank has the shape of the whole: taken for a plain tensor it would give wrong numbers."""
+    return DTensor.from_local(torch.ones(4, 3), mesh((4,)), [Partial()], run_check=False)
+
+
+def dtensor_in_a_list():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: torch.cat([x, dtensor()])
+
+
+def dtensor_in_a_stack():
+    x = on([Replicate()], 4, 3)
+    return [x], lambda: torch.stack([x, dtensor()])
+
+
+def dtensor_in_a_foreach_op():
+    x = on([Replicate()], 4, 3)
+    return [x], lambda: torch._foreach_add_([x], [dtensor()])
+
+
+def dtensor_that_is_clipped():
+    x, d = on([Shard(0)], 4, 3).requires_grad_(), torch.nn.Parameter(dtensor())
+    x.grad, d.grad = on([Shard(0)], 4, 3), dtensor()
+    return [], lambda: torch.nn.utils.clip_grad_norm_([x, d], 1.0)
+
+
+def dtensor_in_a_compiled_function():
+    x = on([Replicate()], 4, 3)
+    return [x], lambda: torch.compile(torch.stack, backend="eager")([x, dtensor()])
+
+
+def operand_on_meta():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: x + torch.ones(4, 3, device="meta")
+
+
+def operand_on_meta_in_a_list():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: torch.cat([x, torch.ones(4, 3, device="meta")])
+
+
+def weight_that_was_forgotten_on_meta():
+    x, weight = on([Shard(0)], 4, 3), sw.distribute_tensor(torch.ones(5, 3, device="meta"), mesh((4,)), [Replicate()])
+    return [x], lambda: torch.nn.functional.linear(x, weight)
+
+
 CASES = [
+    (dtensor_in_a_list, errors.PlainTensorError, r"'tensors[1]' is a DTensor of shape (4, 3)"),
+    (dtensor_in_a_stack, errors.PlainTensorError, "from_dtensor"),
+    (dtensor_in_a_foreach_op, errors.PlainTensorError, "'other[0]' is a DTensor"),
+    (dtensor_that_is_clipped, errors.PlainTensorError, "is a DTensor"),
+    (dtensor_in_a_compiled_function, errors.PlainTensorError, "is a DTensor"),
+    (operand_on_meta, errors.PlainTensorError, "on the meta device, which has no values"),
+    (operand_on_meta_in_a_list, errors.PlainTensorError, "to_empty"),
+    (weight_that_was_forgotten_on_meta, errors.DeviceMismatchError, "is on the meta device and has no values"),
     (nested_tensor, errors.LayoutError, "nested"),
     (sparse_result, errors.LayoutError, "torch.sparse_coo"),
     (sparse_rows_for_a_result, errors.LayoutError, "torch.sparse_csr"),

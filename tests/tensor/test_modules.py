@@ -95,11 +95,25 @@ def patterns():
     assert sw.distribute_module(model, on, PATTERNS) is model  # the same again changes nothing
     with pytest.raises(PlacementError, match=r"as \[S\(1\)\]: it lies as \[S\(0\)\] already, from an earlier call"):
         sw.distribute_module(model, on, {"0.weight": [Shard(1)]})
-    tied = small()
-    tied[0].weight = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
-    tied.register_parameter("again", tied[0].weight)
-    sw.distribute_module(tied, on, {"0.weight": [Shard(0)], "again": [Shard(1)]})
-    assert tied.again is tied[0].weight
+    with pytest.raises(PlacementError, match="it has no parameters and no buffers"):
+        sw.distribute_module(nn.ReLU(), on, PATTERNS)
+
+    def tied():
+        model = small()
+        model[0].weight = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+        model.register_parameter("again", model[0].weight)
+        return model
+
+    with pytest.raises(
+        PlacementError, match=r"'0.weight' and 'again' are one tensor \(tied\), and the pattern 'again'"
+    ):
+        sw.distribute_module(tied(), on, {"0.weight": [Shard(0)], "again": [Shard(1)]})
+    # In the last, the first name decides, and the pattern that fits the other has an effect elsewhere.
+    for by_one_name in ({"0.weight": [Shard(1)]}, {"again": [Shard(1)]}, {"again": [Shard(1)], "*": [Shard(0)]}):
+        model = tied()
+        sw.distribute_module(model, on, by_one_name)
+        assert model.again is model[0].weight
+        assert model.again.placements == (Shard(1),)
 
 
 def test_patterns_that_have_no_effect_are_errors(two_ranks):

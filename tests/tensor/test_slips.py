@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
@@ -114,7 +115,32 @@ SLIPS = {
         lambda m: sw.distribute_module(module(m), fake_submesh(m)),
         "all its parameters and buffers lie on .* already, from an earlier call",
     ),
+    "a mesh among the sizes": (lambda m: sw.zeros(4, m), r"'size' has a DeviceMesh. Name the mesh: device_mesh="),
+    "a tensor among the sizes": (lambda m: sw.zeros(torch.tensor(3), device_mesh=m), "'size' has a Tensor"),
+    "a number for the size of full": (lambda m: sw.full(4, 2.0, device_mesh=m), "'size' is an int.*as a tuple"),
+    "a plain tensor for a DTensor": (lambda _: MeshTensor.from_dtensor(T), "'tensor' is a Tensor. Use distribute_ten"),
+    # print: the first rank alone would raise
+    "a path to print to": (lambda _: sw.print("x", file="log.txt"), "'file' is a str. Give an open file"),
+    "a number between": (lambda _: sw.print("x", "y", sep=3), "'sep' is an int"),
+    # replicas, prefetch
+    "replicas of what is not on a mesh": (lambda _: sw.check_replicas(linear()), "nothing to compare.*distribute_mod"),
+    "prefetch over a mesh": (lambda m: sw.prefetch(module(m, {"*": S0}), m), "'mesh_dim' is a DeviceMesh"),
+    "prefetch over a dim that there is not": (lambda m: sw.prefetch(module(m, {"*": S0}), 7), "mesh has the dims 0"),
+    "prefetch over a name that there is not": (
+        lambda m: sw.prefetch(module(m, {"*": S0}), "pd"),
+        "their mesh has the dims 0. Give the name or the number",
+    ),
+    "prefetch of names": (lambda m: sw.prefetch(module(m, {"*": S0}), 0, units=["0"]), "'units' is a str"),
+    "prefetch of one module": (lambda m: sw.prefetch(module(m, {"*": S0}), 0, units=linear()), "'units' is a Linear"),
+    "prefetch of a module of others": (
+        lambda m: sw.prefetch(module(m, {"*": S0}), 0, units=[linear()]),
+        "'units' has a Linear that is no part of the Linear",
+    ),
     # local
+    "a DTensor for local": (
+        lambda m: sw.local(torch.neg, outputs=S0)(DTensor.from_local(T, m, S0, run_check=False)),
+        r"with a DTensor among its arguments: it is a DTensor \(32, 6\)",
+    ),
     "a number for the function": (lambda _: sw.local(3, outputs=S0), "'fn' is an int"),
     "text for the mesh": (lambda _: sw.local(torch.neg, outputs=S0, mesh="tp"), "'mesh' is a str"),
     "a number for shapes": (lambda _: sw.local(torch.neg, outputs=S0, shapes=8), "'shapes' is an int"),

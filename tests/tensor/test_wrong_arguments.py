@@ -59,7 +59,7 @@ CALLS = {
     "randint of a size as a number": (lambda: sw.randint(10, 3, device_mesh=mesh()), "'size' is an int"),
     "randint of a broken bound": (lambda: sw.randint(0, 1.5, (3,), device_mesh=mesh()), "'high' is a float"),
     "randint of a low in words": (lambda: sw.randint("0", 5, (3,), device_mesh=mesh()), "'low' is a str"),
-    "a size in words": (lambda: sw.zeros("8", device_mesh=mesh()), "'size' is a"),
+    "a size in words": (lambda: sw.zeros("8", device_mesh=mesh()), "'size' has a str"),
     "a folder by number": (lambda: sw.checkpoint.save({}, 3, step=1), "'directory' is an int"),
     "a step in words": (lambda: sw.checkpoint.save({}, "here", step="first"), "'step' is a str"),
     "load from nothing": (lambda: sw.checkpoint.load({}, None), "'directory' is None"),

@@ -141,6 +141,17 @@ def test_an_op_that_cannot_tell_its_results_without_data_lacks_a_fake():
     assert not lacks_fake(aten.nonzero.default, [((made((3,)),), {})])
 
 
+def test_a_fake_that_says_that_data_decide_is_one():
+    @custom_op("kit_schema::above", mutates_args=())
+    def above(x: Tensor) -> Tensor:
+        return x[x > 0].clone()
+
+    op = torch.ops.kit_schema.above.default
+    assert lacks_fake(op, [((made((3,)),), {})])
+    above.register_fake(lambda x: x.new_empty(torch.library.get_ctx().new_dynamic_size()))
+    assert not lacks_fake(op, [((made((3,)),), {})])
+
+
 @custom_op("kit_schema::turned", mutates_args=())
 def turned(x: Tensor, by: float) -> Tensor:
     return x * by

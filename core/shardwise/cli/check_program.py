@@ -12,8 +12,10 @@ import click
 from attrs import asdict
 from rich.console import Console
 
+from shardwise import errors
 from shardwise.cli.modules import load_function_of_mesh
 from shardwise.cli.output import json_option, print_json, print_rows, print_text
+from shardwise.cli.program_errors import TO_NAME
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.errors import WorkerError
 from shardwise.kernel.plurals import counted
@@ -96,7 +98,7 @@ def check_program(  # noqa: PLR0913  # an argument per option
                 tell=tell,
             )
         except WorkerError as error:
-            raise click.ClickException(_of_program(error)) from error
+            raise click.ClickException(_of_program(error, words)) from error
     if report.is_same and not any(report.compared.values()):
         raise click.ClickException(
             f"{program} left nothing to compare: it ran no module, and returned no tensor. Run a step, or return a "
@@ -127,14 +129,33 @@ def _refuse_plugins(program: str) -> None:
     )
 
 
-def _of_program(error: WorkerError) -> str:
+def _of_program(error: WorkerError, names: Sequence[str] | None) -> str:
     """What the program raised, with the traceback of the first rank."""
     first = next((failure for failure in error.errors if failure is not None and failure.rank == error.rank), None)
     if first is None:
         return str(error)
     if first.kind in (click.ClickException.__name__, click.UsageError.__name__):
         return str(first.message)
-    return f"the program raised {first.kind}: {first.message}\n{first.traceback}".rstrip()
+    # What shardwise refuses on purpose is shown with the program's own lines alone.
+    text = _without_our_calls(first.traceback) if hasattr(errors, first.kind) else first.traceback
+    hint = f" {TO_NAME}" if first.kind == errors.PlacementCountError.__name__ and not names else ""
+    return f"the program raised {first.kind}: {first.message}{hint}\n{text}".rstrip()
+
+
+_OURS = f'  File "{Path(errors.__file__).parent}'
+
+
+def _without_our_calls(text: str) -> str:
+    """The frames of a traceback but for those in shardwise, and without the error, which is said already."""
+    kept, is_ours = [], False
+    for line in text.splitlines():
+        if line.startswith("  File "):
+            is_ours = line.startswith(_OURS)
+        elif not line.startswith("    "):
+            is_ours = True
+        if not is_ours:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 @contextmanager

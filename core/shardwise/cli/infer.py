@@ -13,7 +13,7 @@ from shardwise.cli.modules import import_option, load_function
 from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.output import json_option, print_json, print_rows, print_text, progress
 from shardwise.cli.plugin_states import plugin_states
-from shardwise.cli.program_errors import program_errors
+from shardwise.cli.program_errors import check_takes, program_errors
 from shardwise.cli.sample_text import read_sample
 from shardwise.engine.decomposition import formulas
 from shardwise.errors import CallError
@@ -138,7 +138,9 @@ def _json_inferred(inferred: Inferred, registry: Registry) -> dict[str, object]:
 def _returned_samples(function: str) -> list[Sample]:
     """The sample calls that a function of the user returns."""
     with program_errors(function):
-        returned = load_function(function)()
+        samples = load_function(function)
+        check_takes(function, samples, do="Write `def samples():`, which returns the calls.")
+        returned = samples()
     is_call = [isinstance(call, tuple) and len(call) == len(("args", "kwargs")) for call in _listed(returned)]
     if not (is_call and all(is_call)):
         raise click.ClickException(

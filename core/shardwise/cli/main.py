@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from shardwise.errors import ShardingError
 from shardwise.kernel.first_party import core_version
@@ -73,10 +75,26 @@ class Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the arguments name; an unknown one is refused with the nearest."""
+        name = args[0]
+        if name in COMMANDS or ctx.resilient_parsing or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(sorted(COMMANDS))}."
+        raise click.UsageError(f"No such command {name!r}.{hint}", ctx)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """The list of commands, with what each does, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in sorted(COMMANDS.items())])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The names of commands that begin so, without importing them."""
+        names = [CompletionItem(n, help=text) for n, (_, text) in sorted(COMMANDS.items()) if n.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and note whether stdout is for JSON."""

@@ -107,6 +107,8 @@ def _import_each(ctx: click.Context, param: click.Parameter, value: Sequence[str
             load_module(text)
         except click.ClickException:
             raise
+        except SystemExit as error:
+            raise click.ClickException(f"{text} ended the process at import: SystemExit: {error.code}") from error
         except Exception as error:
             raise click.ClickException(f"cannot import {text}: {type(error).__name__}: {error}") from error
 

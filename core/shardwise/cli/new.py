@@ -23,6 +23,13 @@ __all__ = ["FILES", "bounds", "new"]
 # A distribution's name as PEP 508 has it.
 _NAME = re.compile(r"[A-Z0-9]([A-Z0-9._-]*[A-Z0-9])?", re.IGNORECASE)
 
+# Op namespaces that torch has, each of which would be a package's name.
+_TORCHS = (
+    *("aten", "c10d", "debugprims", "fsdp", "higher_order", "inductor", "mkl", "mkldnn", "onednn", "prepacked", "prim"),
+    *("prims", "profiler", "quantized", "quantized_decomposed", "rngprims", "sparse", "static_runtime", "streams"),
+    *("symm_mem", "xpu"),
+)
+
 FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
@@ -96,6 +103,10 @@ def _checked_names(name: str) -> tuple[str, str]:
     package = name.replace("-", "_")
     if not package.isidentifier() or keyword.iskeyword(package) or keyword.issoftkeyword(package):
         raise click.UsageError(f"{name!r} makes no package: {package!r} cannot be imported; choose another name")
+    if package in _TORCHS:
+        raise click.UsageError(
+            f"torch has the op namespace {package} itself; choose a name of your own, as in acme-{name}"
+        )
     # Python takes any folder without __init__.py for a package, also one of the working directory: it has no origin.
     spec = importlib.util.find_spec(package)
     if package in sys.stdlib_module_names or (spec is not None and spec.origin is not None):

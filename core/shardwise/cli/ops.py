@@ -62,7 +62,10 @@ def find_ops(name: str, namespaces: Sequence[str] = ("aten",)) -> list[Op]:
 
 
 def _words(name: str) -> list[str]:
-    return name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    text = name.removeprefix("torch.ops.").replace("::", ".")
+    if text.startswith("torch."):  # a function of torch: its last word is most often the name of its op
+        text = text.rpartition(".")[2]
+    return text.split(".")
 
 
 def _readings(words: Sequence[str], namespaces: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:

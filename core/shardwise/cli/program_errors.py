@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
-from shardwise.errors import ShardingError
+from shardwise.errors import PlacementCountError, ShardingError
 from shardwise.kernel.plurals import counted
 
-__all__ = ["check_takes", "program_errors"]
+__all__ = ["TO_NAME", "check_takes", "naming_mesh_dims", "program_errors"]
+
+TO_NAME = "--names gives the mesh dims their names, as in --names dp,tp."
+"""What to do where a program places by name and the command was given no names."""
 
 _NOT_RUN = (
     (inspect.iscoroutinefunction, "an async function"),
@@ -35,8 +39,34 @@ def program_errors(program: str) -> Iterator[None]:
     except Exception as error:
         if program_traceback(error) is None and not isinstance(error, SyntaxError):
             raise
-        what = f"{program} raised {type(error).__name__}: {error}"
-        raise click.ClickException(f"{what}\n{traceback_text(error)}".rstrip()) from error
+        what = f"{program} raised {type(error).__name__}: {error}".rstrip(": ")
+        hint = _OWN_MESH if _is_of_meshes(error) else ""
+        raise click.ClickException(f"{what}\n{traceback_text(error)}{hint}".rstrip()) from error
+
+
+@contextmanager
+def naming_mesh_dims(names: object) -> Iterator[None]:
+    """Say how the mesh dims get names, where a program places by names that the command was not given."""
+    try:
+        yield
+    except PlacementCountError as error:
+        if names:
+            raise
+        raise type(error)(asked=error.asked, found=error.found, do=f"{error.do} {TO_NAME}", **error.fields) from error
+
+
+_OWN_MESH = (
+    "\nA program that is given a mesh makes no process group and no mesh of its own: use `mesh`, or mesh['tp'] for one "
+    "of its dims."
+)
+
+
+def _is_of_meshes(error: BaseException) -> bool:
+    """Whether torch's code for meshes and process groups raised it."""
+    names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
+    return any(
+        name.endswith(("torch/distributed/distributed_c10d.py", "torch/distributed/device_mesh.py")) for name in names
+    )
 
 
 def check_takes(program: str, function: Callable[..., Any], *arguments: str, do: str = "") -> None:

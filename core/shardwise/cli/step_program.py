@@ -14,6 +14,7 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.modules import load_function_of_mesh
+from shardwise.cli.program_errors import naming_mesh_dims
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -51,7 +52,9 @@ class StepProgram:
 
     def run(self, mesh: DeviceMesh) -> Any:
         """Load the function and call it: a model that a file makes when it is imported takes no memory here."""
-        return load_function_of_mesh(self.text)(mesh)
+        function = load_function_of_mesh(self.text)
+        with naming_mesh_dims(self.mesh_names):
+            return function(mesh)
 
 
 _OPTIONS = (

@@ -31,6 +31,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Every dtype by its short name, by torch's, and as torch prints it."""
 
+_MOST_ELEMENTS = (1 << 63) - 1
+
 TENSOR = r"[A-Za-z_]\w*\s*\[[^\[\]]*\]"
 """A pattern of what may be a tensor: a word and something in brackets."""
 
@@ -51,7 +53,12 @@ def read_tensor(text: str, asked: str) -> TensorMeta:
     sizes = sizes[:-1] if not sizes[-1] else sizes
     if not all(re.fullmatch("[0-9]+", size) for size in sizes):
         raise CallError(asked=asked, found=f"{text!r} has sizes that are not numbers", do="Write f32[8,6].", text=text)
-    return TensorMeta.contiguous(tuple(map(int, sizes)), dtype)
+    shape = tuple(map(int, sizes))
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise CallError(
+            asked=asked, found=f"{text!r} has more elements than torch counts", do="Write f32[8,6].", text=text
+        )
+    return TensorMeta.contiguous(shape, dtype)
 
 
 # More than any machine has. The arithmetic of torch's meshes ends somewhere above.

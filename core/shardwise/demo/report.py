@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shardwise.demo.progress import tokens_per_second
 from shardwise.demo.run import RunResult
+from shardwise.kernel.plurals import counted
 
 __all__ = ["as_json", "print_report"]
 
@@ -53,7 +54,7 @@ def print_report(result: RunResult, console: Console) -> None:
     if result.learned is not None:
         console.print(f"learned from the first step: {result.learned}")
     verdict = "[green]the mesh and one device agree" if result.comparison.agrees else "[red]the two runs DIFFER"
-    console.print(f"{verdict} over {settings.steps} steps")
+    console.print(f"{verdict} over {counted(settings.steps, 'step')}")
 
 
 def as_json(result: RunResult) -> dict[str, Any]:

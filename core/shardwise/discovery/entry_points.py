@@ -89,7 +89,13 @@ class _Distribution:
 
     @cached_property
     def version_clash(self) -> str:
-        """Why its own requirement on shardwise or its core does not hold; empty if it does."""
+        """Why its own requirement on shardwise or its core does not hold; empty if it does.
+
+        Whatever it requires, what has the name of a family is one of this release.
+        """
+        name, have = normalised(self.name), core_version()
+        if name in FAMILIES and self.version != have:
+            return f"{name} ships with shardwise, whose core is {have} here: a family and its core are of one release"
         return _version_clash(self._read.requires or ())
 
 

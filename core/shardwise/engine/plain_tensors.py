@@ -45,7 +45,7 @@ from shardwise.private_torch.tracing import (
 )
 from shardwise.settings import PLAIN_POLICIES, Settings, read_settings
 
-__all__ = ["accept", "compare_on", "is_known", "know", "plain", "plain_operands", "policy"]
+__all__ = ["accept", "compare_on", "is_known", "know", "plain", "plain_operands", "policy", "refuse_foreign"]
 
 # -- the policy ------------------------------------------------------------------------------------------------------
 
@@ -188,6 +188,8 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
     for name, tensor in operands.items():
         _refuse_unless_ordinary(op, name, tensor)
         refuse_replaced(op, name, tensor)
+        if tensor.is_meta and not overwritten:  # it has no values to compare, and none to compute with
+            raise _refusal(op, name, tensor, "a Tensor on the meta device, which has no values", _GIVE_VALUES)
         if is_without_data(tensor):
             if tensor.dim() and chosen == "refuse":
                 _accept_zeros_and_ones(op, name, tensor, written)
@@ -203,7 +205,7 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
     if compared:
         _compare(f"run {op_name(op)} on MeshTensors and plain tensors", compared, mesh)
     for name, tensor in operands.items():
-        if is_without_data(tensor):
+        if is_without_data(tensor) or tensor.is_meta:
             continue
         if tensor.requires_grad:
             _want_whole_gradient(tensor)
@@ -212,6 +214,17 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
             know(base, mesh, 1)
         if name in compared or overwritten or is_known(tensor, mesh):
             know(tensor, mesh, int(written))
+
+
+def refuse_foreign(cls: type, op: Op, values: Sequence[Any]) -> None:
+    """Raise :class:`PlainTensorError` for a list with a tensor of another class that has a spec and a part, a DTensor.
+
+    A handler reads the specs of a list without a look at the classes of its tensors. It knows no plan for such a list.
+    """
+    for arg, value in zip(signature(op).args, values, strict=True):
+        for i, part in enumerate(value if isinstance(value, (list, tuple)) else ()):
+            if isinstance(part, torch.Tensor) and not isinstance(part, cls) and hasattr(part, "_spec"):
+                _refuse_unless_ordinary(op, f"{arg.name}[{i}]", part)
 
 
 def accept(tensor: torch.Tensor, mesh: Mesh, asked: str, *, compare: bool = True) -> bool:
@@ -269,6 +282,10 @@ _MAKE_ONE = (
 _MAKE_DENSE = (
     "Pass a dense tensor (to_dense(), to_padded_tensor(0), dequantize()), or use this one with to_local() of the "
     "others: placements say how dense memory is divided."
+)
+_GIVE_VALUES = (
+    "Make it on a device of the mesh: where a module was made on the meta device, call module.to_empty(device=...) and "
+    "give its tensors their values before it is used."
 )
 _IN_BACKWARD = (
     "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "

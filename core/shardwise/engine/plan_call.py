@@ -14,7 +14,7 @@ from shardwise.engine.first_run import put_in_order
 from shardwise.engine.kept_operands import KeptOperands
 from shardwise.engine.kernel_results import metas_by_kernel
 from shardwise.engine.make_plan import DescribedCall, make_plan
-from shardwise.engine.plain_tensors import compare_on
+from shardwise.engine.plain_tensors import compare_on, refuse_foreign
 from shardwise.engine.resized_outs import resize_outs
 from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, only_mesh, plan_of_lists
 from shardwise.engine.shared_moves import results_apart
@@ -52,6 +52,8 @@ def plan_call(
     """
     op = entry.op
     values: Sequence[Any] = [_without_symbol(v) for v in signature(op).bind(args, kwargs)]
+    refuse_foreign(cls, op, values)
+    _refuse_without_values(cls, op, values)
     if entry.rule.zip_lists and not signature(op).results[1:]:
         lists = Lists.of(cls, op, values)
         if len(lists.by_mesh) > 1:
@@ -81,6 +83,29 @@ def plan_call(
         plan.run_by(_local_binding(cls, plan, args, kwargs, described.metas if described.is_known else None))
     plan.kept = KeptOperands.of(plan)
     return put_in_order(results_apart(plan))
+
+
+def _refuse_without_values(cls: type, op: Op, values: Sequence[Any]) -> None:
+    """Raise :class:`DeviceMismatchError` where an operand has no values, being on the meta device, and others do.
+
+    Torch's own kernels compute with whatever memory they find then. Specs do not tell such tensors apart, so this is
+    asked where a call is planned: at the first use of a module of which a part was forgotten on the meta device.
+    """
+    real, empty = False, ""
+    for arg, value in zip(signature(op).args, values, strict=True):
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, cls) and not part._local_tensor.is_meta:  # type: ignore[attr-defined]
+                real = real or part._spec.ndim > 0  # type: ignore[attr-defined]
+            elif isinstance(part, cls) and not arg.written:
+                empty = empty or arg.name
+    if real and empty:
+        raise DeviceMismatchError(
+            asked=f"run {op_name(op)}",
+            found=f"its argument {empty!r} is on the meta device and has no values, and others have",
+            do="Call module.to_empty(device=...) on a module that was made on the meta device, and give its parameters "
+            "and buffers their values (reset_parameters, load_state_dict, a checkpoint) before it is used.",
+            op=op_name(op),
+        )
 
 
 def _describe_on(

@@ -22,6 +22,7 @@ from attrs import evolve
 
 from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
+from shardwise.engine.plain_tensors import refuse_foreign
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.errors import TracingError
 from shardwise.kernel.placements import REPLICATE
@@ -63,6 +64,7 @@ def plan_symbolic_call(
     # Arithmetic on sizes here is not part of the graph: where the graph needs a size, torch writes its formula.
     with outside_modes():
         values = signature(op).bind(args, kwargs)
+        refuse_foreign(cls, op, values)
         schema, arguments = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
         if not any(map(_has_symbol, schema.values)):
             hash(schema.key)  # raises, and names the value without a hash

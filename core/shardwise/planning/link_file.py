@@ -138,7 +138,7 @@ def parse(text: str, source: str) -> tuple[Calibration, ...]:
         raise LinksVersionError(
             asked=f"read measured link figures from {source}",
             found=f"the file is of version {short(repr(version))}, and this shardwise reads version {VERSION}",
-            do="Run `shardwise calibrate` with this version, or set SHARDWISE_LINKS=off.",
+            do="Move it away and run `shardwise calibrate` with this version, or set SHARDWISE_LINKS=off.",
             path=source,
             version=version,
         )
@@ -156,7 +156,7 @@ def _malformed(source: str, why: str) -> LinksFileError:
     return LinksFileError(
         asked=f"read measured link figures from {source}",
         found=f"it is not a file of link figures ({why})",
-        do="Write it anew with `shardwise calibrate`, or set SHARDWISE_LINKS=off.",
+        do="Move it away and run `shardwise calibrate`, which writes a new one, or set SHARDWISE_LINKS=off.",
         path=source,
     )
 

@@ -15,7 +15,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.fake import shape_needs_data
 
-__all__ = ["forget_metas", "output_metas"]
+__all__ = ["forget_metas", "output_metas", "says_that_data_decide"]
 
 _MOST = 1024
 
@@ -82,6 +82,16 @@ def _run_on_meta(
     if instead is not None:
         _check_meta(op, described, instead, metas)
     return metas
+
+
+def says_that_data_decide(op: Op, values: Sequence[Any]) -> bool:
+    """Whether an op's fake answers that a shape of its results depends on data, as ``new_dynamic_size()`` says."""
+    args, kwargs = signature(op).unbind([_to_meta(v) for v in values])
+    try:
+        op(*args, **kwargs)
+    except RuntimeError as error:
+        return shape_needs_data(error)
+    return False
 
 
 def _check_meta(op: Op, described: Signature, instead: Callable[..., Any], metas: Sequence[TensorMeta | None]) -> None:

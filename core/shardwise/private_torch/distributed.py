@@ -43,7 +43,10 @@ __all__ = [
 
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``. The context manager is public, but its stack is not."""
-    asked, do = "make a MeshTensor without naming a mesh", "Pass device_mesh=, or enter one: `with mesh:`."
+    asked, do = (
+        "make a MeshTensor without naming a mesh",
+        ("Pass device_mesh=, or enter one: `with mesh:`. (`with sw.on(mesh):` is for torch's own factories.)"),
+    )
     current = find_part("torch.distributed.device_mesh._mesh_resources.get_current_mesh")
     if current is None:
         refuse("torch.distributed.device_mesh._mesh_resources.get_current_mesh", asked, "Pass device_mesh=.")

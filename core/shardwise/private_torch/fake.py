@@ -25,6 +25,7 @@ __all__ = [
     "fake_strides",
     "fake_tensors",
     "has_cuda",
+    "has_no_fake",
     "is_rehearsing",
     "is_unknowable",
     "rehearsing",
@@ -226,6 +227,11 @@ def has_cuda() -> bool:
 def is_unknowable(error: BaseException) -> bool:
     """Whether an op without data failed because its result depends on data."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def has_no_fake(error: Exception) -> bool:
+    """Whether a custom op has no fake kernel. The text of torch's plain RuntimeError is all that tells it apart."""
+    return isinstance(error, RuntimeError) and "no fake impl registered" in str(error)
 
 
 def shape_needs_data(error: RuntimeError) -> bool:

@@ -15,7 +15,7 @@ from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, check_sizes, refuse_argument
+from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, check_sizes, kind_of, refuse_argument
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.places import per_mesh_dim
 from shardwise.kernel.plurals import counted
@@ -85,7 +85,7 @@ class _Values:
 
 def _make(
     make: Callable[..., torch.Tensor],
-    size: Sequence[int],
+    size: Sequence[Any],
     dtype: torch.dtype | None,
     layout: torch.layout,
     device_mesh: DeviceMesh | None,
@@ -101,8 +101,13 @@ def _make(
             do='Make it outside and pass it in, or say vmap(..., randomness="same").',
         )
     asked = "make a MeshTensor"
-    if not all(isinstance(n, (int, torch.SymInt)) for n in size):
-        refuse_argument(asked, "size", size, "Give whole numbers, as in zeros(8, 4) or zeros((8, 4)).")
+    for n in size:
+        if not isinstance(n, (int, torch.SymInt)):
+            is_mesh = isinstance(n, DeviceMesh)
+            do = (
+                "Name the mesh: device_mesh=." if is_mesh else "Give whole numbers, as in zeros(8, 4) or zeros((8, 4))."
+            )
+            raise ArgumentError(asked=asked, found=f"its argument 'size' has {kind_of(n)}", do=do, argument="size")
     check_sizes(asked, tuple(size), "size", "zeros(8, 4) or zeros((8, 4))")
     check_dtype(asked, dtype, "dtype")
     check_flag(asked, requires_grad, "requires_grad")
@@ -271,6 +276,10 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> MeshTensor:
     """A MeshTensor of the global ``size`` filled with one value; replicated when no placements are given."""
+    given: Any = size
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        do = "Give the size as a tuple, then the value, as in full((8, 4), 1.0)."
+        refuse_argument("make a MeshTensor of one value", "size", size, do)
     is_number = isinstance(fill_value, (Number, torch.SymInt, torch.SymFloat, torch.SymBool))
     if not is_number and not (type(fill_value) is torch.Tensor and fill_value.ndim == 0):
         do = "Give a number. ones(...) * tensor fills a tensor with the values of another, by broadcasting."

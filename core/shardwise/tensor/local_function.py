@@ -25,6 +25,7 @@ from shardwise.private_torch.transforms import are_transforms_active, below_tran
 from shardwise.tensor import autograd, local_border
 from shardwise.tensor.batched import is_on_mesh
 from shardwise.tensor.local_gradients import counted, dual, in_sums, refuse_without_gradient, same_work
+from shardwise.tensor.local_parts import refuse_dtensor
 from shardwise.tensor.local_places import layout_of_leaf, layouts_in, mesh_dims, normal, of_arguments, spread
 from shardwise.tensor.local_results import Agreed, agree, fault_of
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -142,6 +143,8 @@ class LocalFunction:
         is_compiled = torch.compiler.is_compiling()
         transformed = not is_compiled and are_transforms_active()
         placed = [leaf for leaf in leaves if isinstance(leaf, MeshTensor) or (transformed and is_on_mesh(leaf))]
+        for leaf in () if is_compiled else leaves:
+            refuse_dtensor(leaf, f"call {self.name} by local, with a DTensor among its arguments")
         if not placed:
             return self.fn(*args, **kwargs)
         mesh = self.mesh if self.mesh is not None else placed[0].device_mesh

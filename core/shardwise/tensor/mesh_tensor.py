@@ -258,6 +258,10 @@ class MeshTensor(torch.Tensor):
 
         Raises :class:`LayoutError` for a layout in which mesh dims split a dim in another order than left to right.
         """
+        given: Any = tensor
+        if not isinstance(given, DTensor):
+            do = "Use distribute_tensor for a whole tensor, and MeshTensor.from_local for this rank's part."
+            refuse_argument("take over a DTensor", "tensor", tensor, do)
         placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
         # Passed explicitly: torch's default for a partial tensor differs between its releases.
         local = tensor.to_local(grad_placements=grad_layout(placements))

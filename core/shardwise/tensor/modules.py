@@ -44,7 +44,7 @@ from shardwise.tensor.local_parts import refuse_dtensor
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward
-from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
+from shardwise.tensor.patterns import check_patterns, check_placed, check_tied, placements_for
 from shardwise.tensor.placed import is_unplaced, note_placed
 from shardwise.tensor.replaced import replace, replace_in_attributes
 from shardwise.tensor.sync_batch_norm import refuse_partial_statistics, take_whole_batches
@@ -268,6 +268,13 @@ def _replace_tensors(
     module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, Places], src_data_rank: int | None
 ) -> None:
     _refuse_what_cannot_be_placed(module)
+    names_of: dict[int, list[str]] = {}
+    for one, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names_of.setdefault(id(tensor), []).append(one)
+    check_tied(type(module).__name__, patterns, list(names_of.values()), mesh)
     by_id: dict[int, MeshTensor] = {}
     placed_here: set[int] = set()
     for prefix, submodule in module.named_modules(remove_duplicate=False):
@@ -286,7 +293,7 @@ def _replace_tensors(
                 check_placed(name, earlier, mesh, patterns)
                 by_id[id(tensor)] = earlier
             elif not is_known:
-                places = placements_for(name, tensor, mesh, patterns)
+                places = placements_for(names_of.get(id(tensor), [name]), tensor, mesh, patterns)
                 by_id[id(tensor)] = _placed(tensor, mesh, places, src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
                 note_placed(by_id[id(tensor)]._local_tensor)

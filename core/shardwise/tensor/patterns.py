@@ -16,7 +16,7 @@ from shardwise.kernel.placements import REPLICATE, Placement, check_placements, 
 from shardwise.kernel.places import Places, per_mesh_dim
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["check_patterns", "check_placed", "placements_for"]
+__all__ = ["check_patterns", "check_placed", "check_tied", "placements_for"]
 
 
 def check_patterns(kind: str, patterns: Mapping[str, Places], names: Sequence[str]) -> None:
@@ -45,12 +45,44 @@ def check_patterns(kind: str, patterns: Mapping[str, Places], names: Sequence[st
         left = [name for name in left if name not in fitting]
 
 
+def check_tied(kind: str, patterns: Mapping[str, Places], names_of: Sequence[Sequence[str]], mesh: DeviceMesh) -> None:
+    """Raise :class:`PlacementError` for a pattern that only fits other names of tensors that a pattern places already.
+
+    ``names_of`` has the names of each tensor: several of one that is tied. The first name that a pattern fits decides.
+    """
+    taken: dict[str, list[tuple[str, str, str]]] = {}
+    has_effect = set()
+    for names in names_of:
+        fitting = [(n, p) for n in names if (p := _first(n, patterns)) is not None]
+        if not fitting:
+            continue
+        (name, pattern), *others = fitting
+        has_effect.add(pattern)
+        places = tuple(per_mesh_dim(patterns[pattern], mesh)) if others else ()
+        for other, second in others:
+            if second != pattern and tuple(per_mesh_dim(patterns[second], mesh)) != places:
+                taken.setdefault(second, []).append((other, name, pattern))
+            else:
+                has_effect.add(second)
+    for pattern, tied in taken.items():
+        if pattern not in has_effect:
+            other, name, first = tied[0]
+            raise PlacementError(
+                asked=f"place the tensors {pattern!r} of a {kind}",
+                found=f"{other!r} and {name!r} are one tensor (tied), and the pattern {first!r} places it otherwise",
+                do=f"Give both the same placements, or leave {pattern!r} out.",
+                pattern=pattern,
+            )
+
+
 # So many names are listed in full, and so many of a longer list.
 _FEW, _NEAREST = 12, 5
 
 
 def _names_text(pattern: str, names: Sequence[str]) -> str:
     """The names that there are; of many the nearest, with ``*`` for the numbers of layers."""
+    if not names:
+        return "it has no parameters and no buffers"
     if len(names) <= _FEW:
         return f"there are {', '.join(names)}"
     from difflib import get_close_matches  # only here: what is well needs none
@@ -70,16 +102,20 @@ def _correction(pattern: str, names: Sequence[str]) -> str:
 
 
 def placements_for(
-    name: str, tensor: torch.Tensor, mesh: DeviceMesh, patterns: Mapping[str, Places]
+    names: Sequence[str], tensor: torch.Tensor, mesh: DeviceMesh, patterns: Mapping[str, Places]
 ) -> tuple[Placement, ...]:
-    """The placements of a tensor: those of the first pattern that fits its name, else replicated."""
-    chosen = None if in_force.placements is None else in_force.placements(name)
+    """The placements of a tensor: those of the first pattern that fits its name, else replicated.
+
+    A tied tensor has several names; the first that a pattern fits decides.
+    """
+    chosen = None if in_force.placements is None else in_force.placements(names[0])
     if chosen is not None and len(chosen) == mesh.ndim:
         return check_placements(chosen, mesh.ndim, tensor.ndim)
-    pattern = _first(name, patterns)
-    if pattern is None:
-        return (REPLICATE,) * mesh.ndim
-    return _checked(name, pattern, tensor, mesh, patterns)
+    for name in names:
+        pattern = _first(name, patterns)
+        if pattern is not None:
+            return _checked(name, pattern, tensor, mesh, patterns)
+    return (REPLICATE,) * mesh.ndim
 
 
 def check_placed(name: str, tensor: MeshTensor, mesh: DeviceMesh, patterns: Mapping[str, Places]) -> None:

@@ -11,7 +11,7 @@ have no influence, so all ranks issue the same collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.coalescing import coalesced
 from shardwise.comm.redistribute import route
 from shardwise.comm.run_step import Start
-from shardwise.errors import PlacementError
-from shardwise.kernel.arguments import check_module
+from shardwise.errors import ArgumentError, PlacementError
+from shardwise.kernel.arguments import check_module, refuse_argument
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import in_backward, swap_parameter, version_of
@@ -49,18 +49,56 @@ def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Modul
     :class:`PlacementError` if no parameter is sharded over ``mesh_dim``.
     """
     check_module("prefetch parameters", module)
+    _check_mesh_dim(module, mesh_dim)
+    if units is not None:
+        _check_units(module, units)
     schedule = _Schedule(module, list(_default_units(module) if units is None else units), mesh_dim)
     if not any(unit.copies for unit in (schedule.root, *schedule.units)):
         raise PlacementError(
             asked=f"prefetch the parameters of a {type(module).__name__} over mesh dim {mesh_dim!r}",
             found="none of them is a MeshTensor that is sharded over it",
-            do="Shard them first: distribute_module(module, mesh, {'*': {'dp': Shard(0)}}).",
+            do=f"Shard them first: distribute_module(module, mesh, {{'*': {{{mesh_dim!r}: Shard(0)}}}}).",
             mesh_dim=mesh_dim,
         )
     schedule.root.attach()
     for unit in schedule.units:
         unit.attach()
     return module
+
+
+def _check_mesh_dim(module: nn.Module, mesh_dim: Any) -> None:
+    """Raise unless ``mesh_dim`` is a name or a number of a mesh dim of some parameter, if any lies on a mesh."""
+    asked = "prefetch parameters"
+    if type(mesh_dim) is not int and not isinstance(mesh_dim, str):
+        refuse_argument(asked, "mesh_dim", mesh_dim, 'Give the name of a mesh dim, such as "dp", or its number.')
+    meshes = dict.fromkeys(p.device_mesh for p in module.parameters() if isinstance(p, MeshTensor))
+    dims = [dim for mesh in meshes for dim in (*(mesh.mesh_dim_names or ()), *range(mesh.ndim))]
+    if dims and mesh_dim not in dims:
+        raise PlacementError(
+            asked=f"prefetch the parameters of a {type(module).__name__} over mesh dim {mesh_dim!r}",
+            found=f"their mesh has the dims {', '.join(map(str, dict.fromkeys(dims)))}",
+            do="Give the name or the number of one of them.",
+            mesh_dim=mesh_dim,
+        )
+
+
+def _check_units(module: nn.Module, units: Any) -> None:
+    """Raise :class:`ArgumentError` unless ``units`` is a list of modules that are parts of ``module``."""
+    asked, do = "prefetch parameters", "Give a list of its submodules, as in units=list(model.layers)."
+    if isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
+        refuse_argument(asked, "units", units, do)
+    parts = set(module.modules())
+    for unit in units:
+        if not isinstance(unit, nn.Module):
+            refuse_argument(asked, "units", unit, do)
+        if unit not in parts:
+            raise ArgumentError(
+                asked=asked,
+                found=f"its argument 'units' has a {type(unit).__name__} that is no part of the "
+                f"{type(module).__name__}",
+                do=do,
+                argument="units",
+            )
 
 
 def _default_units(module: nn.Module) -> Iterator[nn.Module]:

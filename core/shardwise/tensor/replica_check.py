@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardwise.comm.contents import device_digest
 from shardwise.comm.groups import backend_of, group_of
-from shardwise.errors import RankDisagreementError, SettingsError
+from shardwise.errors import LayoutError, RankDisagreementError, SettingsError
 from shardwise.kernel.arguments import check_module, refuse_argument
 from shardwise.kernel.placements import Replicate
 from shardwise.private_torch.fake import is_rehearsing
@@ -47,22 +47,26 @@ def check_replicas(
 
     Raises :class:`RankDisagreementError` on every rank where copies differ; its fields ``tensor`` and ``ranks`` name
     the first such tensor and the ranks whose bytes are not those of most ranks, and ``differences`` has a line per
-    tensor. Raises :class:`SettingsError` for an ``every`` without an optimizer, or below 1.
+    tensor. Raises :class:`LayoutError` for a model that was not distributed, and :class:`SettingsError` for an
+    ``every`` without an optimizer, or below 1.
     """
     if model is not None:
         check_module("check replicas", model, "model")
-    if every is None:
-        _compare(model, optimizer, "now")
-        return None
-    if type(every) is not int:
+    if every is not None and type(every) is not int:
         refuse_argument("check replicas", "every", every, "Give a whole number of steps.")
-    if optimizer is None or every < 1:
+    if every is not None and (optimizer is None or every < 1):
         raise SettingsError(
             asked=f"check replicas every {every} steps",
             found="there is no optimizer whose steps could be counted" if optimizer is None else "every is below 1",
             do="Pass the optimizer and every=n with n from 1 on, or neither to compare once.",
             setting="check-replicas",
         )
+    if model is not None:
+        _refuse_plain(model)
+    if every is None:
+        _compare(model, optimizer, "now")
+        return None
+    assert optimizer is not None
     done = Counter[str]()
 
     def after(stepped: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -71,6 +75,17 @@ def check_replicas(
             _compare(model, stepped, f"after step {done['steps']}")
 
     return optimizer.register_step_post_hook(after)
+
+
+def _refuse_plain(model: torch.nn.Module) -> None:
+    """Raise :class:`LayoutError` for a module of which nothing lies on a mesh: it was not distributed yet."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if tensors and not any(isinstance(t, MeshTensor) for t in tensors):
+        raise LayoutError(
+            asked=f"check the replicas of a {type(model).__name__}",
+            found="not one of its parameters and buffers lies on a mesh, so there is nothing to compare",
+            do="Call distribute_module(model, mesh, ...) first.",
+        )
 
 
 @cache

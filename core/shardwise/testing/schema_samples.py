@@ -18,7 +18,8 @@ from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.signature import Arg, Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import flat_metas, output_metas
+from shardwise.planning.results import flat_metas, output_metas, says_that_data_decide
+from shardwise.private_torch.fake import has_no_fake
 from shardwise.private_torch.ops import OpLike, schema_of
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
@@ -292,14 +293,16 @@ _DATA_DECIDE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def lacks_fake(op: Op, samples: Sequence[Sample]) -> bool:
-    """Whether an op lacks a fake. An op whose results depend on data, by its tags, needs none."""
+    """Whether an op lacks a fake. An op whose results depend on data, by its tags or by its fake, needs no other."""
     if not _DATA_DECIDE.isdisjoint(op.tags):
         return False
     for args, kwargs in samples:
         try:
-            return output_metas(op, [_spec(v) for v in signature(op).bind(args, kwargs)]) is None
-        except Exception:  # noqa: BLE001, S112  a fake that raises is for the oracle to judge
-            continue
+            values = [_spec(v) for v in signature(op).bind(args, kwargs)]
+            return output_metas(op, values) is None and not says_that_data_decide(op, values)
+        except Exception as error:  # noqa: BLE001  a fake that raises is for the oracle to judge
+            if has_no_fake(error):
+                return True
     return False
 
 

@@ -143,7 +143,8 @@ def _is_step(returned: Any, asked: str, watch: Watch) -> bool:
     if modules[:1] == [True] and 1 < len(listed) <= len(("model", "inputs", "optimizer")) and all(optimizers):
         return True
     has_run = watch.phases.saw_backward or any(t.requires_grad for t in tensors_in(listed))
-    if (any(modules) and not has_run) or modules[:1] == [True] or callable(returned):
+    in_dict = isinstance(returned, Mapping) and any(isinstance(value, nn.Module) for value in returned.values())
+    if ((any(modules) or in_dict) and not has_run) or modules[:1] == [True] or callable(returned):
         raise CallError(
             asked=asked,
             found="it returned a module without inputs"
