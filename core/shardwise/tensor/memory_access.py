@@ -258,7 +258,7 @@ def data_ptr(tensor: Any) -> int:
         frame = frame.f_back if frame else None
         callers.append(str(frame.f_globals.get("__name__", "")) if frame else "")
     if callers[0] == "torch.cuda.graphs":
-        return cast("int", fresh(tensor._local_tensor).data_ptr())
+        return fresh(tensor._local_tensor).data_ptr()
     if any(caller.partition(".")[0] == "triton" for caller in callers):
         _refuse(
             tensor,
