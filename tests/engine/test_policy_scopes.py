@@ -152,7 +152,7 @@ def test_what_would_never_be_under_the_policy_is_not_decorated():
         sw.communication("forbid")(asynchronous)
 
 
-@pytest.mark.parametrize("over", [object(), 1.0, b"tp", {1.5}], ids=str, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("over", [object(), 1.0, b"tp", {1.5}], ids=lambda value: type(value).__name__)
 def test_what_is_no_mesh_dim_is_refused(over):
     with pytest.raises(SettingsError, match="names and numbers of mesh dims"):
         sw.communication("forbid", over=over)
