@@ -449,3 +449,22 @@ def assigned():
 
 def test_whole_state_dicts_are_placed(two_ranks):
     two_ranks.run(assigned)
+
+
+def without_values():
+    class WithTable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.table = nn.Linear(4, 6), torch.arange(6.0)
+
+        def forward(self, x):
+            return torch.cat([self.layer(x) + self.table, self.table[None]])
+
+    with torch.device("meta"):
+        model = sw.distribute_module(WithTable(), on_two(), {"layer.weight": [Shard(0)]})
+        assert model(torch.empty(3, 4)).shape == (4, 6)
+        assert model(sw.distribute_tensor(torch.empty(3, 4), on_two(), [Shard(0)])).shape == (4, 6)
+
+
+def test_a_model_without_values_gives_shapes_of_plain_tensors_without_values(two_ranks):
+    two_ranks.run(without_values)

@@ -10,7 +10,7 @@ on MeshTensors writes into it is the same on every rank by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -27,6 +27,7 @@ from shardwise.engine.call_site import users_line
 from shardwise.engine.replaced_parameters import leaves_of, refuse_replaced
 from shardwise.engine.several_meshes import mesh_of
 from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsError
+from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
 from shardwise.kernel.local_strides import other_layout
 from shardwise.kernel.mesh import Mesh
@@ -140,7 +141,7 @@ def compare_on(cls: type, op: Op, values: Sequence[Any], mesh: Mesh) -> None:
             if not isinstance(t, cls) and not is_without_data(t) and not is_known(t, mesh)
         }
         if unknown and not arg.written and _meshes.only is not None and _meshes.only != mesh:
-            _meet(op, unknown, mesh, written=False)
+            _meet(op, unknown, mesh, values, written=False)
 
 
 # -- operands --------------------------------------------------------------------------------------------------------
@@ -175,21 +176,22 @@ def plain_operands(
                 known_without_mesh[id(tensor)] = entry  # a scope of `plain` has emptied it
         keys.append(None if entry is None else entry.key)
     if unknown:
-        _meet(op, unknown, mesh, written)
+        _meet(op, unknown, mesh, [*args, *(kwargs or {}).values()], written=written)
         keys = [key_of_plain(t) if key is None else key for key, t in zip(keys, operands.values(), strict=True)]
     return keys
 
 
-def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: bool) -> None:
-    """Check plain operands by the policy, compare them over the ranks, and take note of them."""
+def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, arguments: Sequence[Any], *, written: bool) -> None:
+    """Check plain operands by the policy, compare them over the ranks, and take note of them. ``arguments`` are all
+    that the call has.
+    """
     chosen = policy()
     compared: dict[str, torch.Tensor] = {}
     overwritten = written and overwritten_arg(op)
+    operands = _with_values(op, operands, () if overwritten else arguments)
     for name, tensor in operands.items():
         _refuse_unless_ordinary(op, name, tensor)
         refuse_replaced(op, name, tensor)
-        if tensor.is_meta and not overwritten:  # it has no values to compare, and none to compute with
-            raise _refusal(op, name, tensor, "a Tensor on the meta device, which has no values", _GIVE_VALUES)
         if is_without_data(tensor):
             if tensor.dim() and chosen == "refuse":
                 _accept_zeros_and_ones(op, name, tensor, written)
@@ -205,7 +207,7 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
     if compared:
         _compare(f"run {op_name(op)} on MeshTensors and plain tensors", compared, mesh)
     for name, tensor in operands.items():
-        if is_without_data(tensor) or tensor.is_meta:
+        if is_without_data(tensor):
             continue
         if tensor.requires_grad:
             _want_whole_gradient(tensor)
@@ -214,6 +216,22 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
             know(base, mesh, 1)
         if name in compared or overwritten or is_known(tensor, mesh):
             know(tensor, mesh, int(written))
+
+
+def _with_values(op: Op, operands: Mapping[str, torch.Tensor], arguments: Iterable[Any]) -> Mapping[str, torch.Tensor]:
+    """The plain operands but for those on the meta device, which have no values to compare.
+
+    Raises :class:`PlainTensorError` for such a one beside a MeshTensor that has values. Where none has, the program
+    asks for shapes.
+    """
+    empty = {name: tensor for name, tensor in operands.items() if tensor.is_meta}
+    if not empty:
+        return operands
+    parts = (part for one in arguments for part in (one if isinstance(one, (list, tuple)) else (one,)))
+    if any(isinstance(part, tensor_class()) and not part._local_tensor.is_meta for part in parts):
+        name, tensor = next(iter(empty.items()))
+        raise _refusal(op, name, tensor, "a Tensor on the meta device, which has no values", _GIVE_VALUES)
+    return {name: tensor for name, tensor in operands.items() if name not in empty}
 
 
 def refuse_foreign(cls: type, op: Op, values: Sequence[Any]) -> None:
