@@ -20,7 +20,7 @@ def bytes_of(folder):
 
 def saved(name, folder, options):
     one, model = make(name), make(name)
-    sw.distribute_module(model, mesh_of((4,)), {"*": [Shard(0)]})  # some sizes are uneven
+    sw.distribute_module(model, mesh_of((4,)), {"*.weight": [Shard(0)]})  # some sizes are uneven
     if dist.get_rank() == 0:
         one.save_pretrained(f"{folder}/one", **options)
     st.save(model, f"{folder}/mesh", **options)
@@ -28,12 +28,13 @@ def saved(name, folder, options):
     assert bytes_of(f"{folder}/mesh") == bytes_of(f"{folder}/one")
     again = type(one).from_pretrained(f"{folder}/mesh")
     assert isinstance(again, transformers.PreTrainedModel)
-    placed = st.distribute(again, mesh_of((4,), mesh_dim_names=("tp",)))
-    inputs = batch(one)
+    again.config._experts_implementation = "eager"  # the grouped product takes no float64
+    on = mesh_of((2, 2), ("dp", "tp"))
+    placed = st.distribute(again, on)
     with torch.no_grad():
-        expected = one.eval()(**inputs).logits
-        found = placed.eval()(**st.place_batch(inputs, placed.get_input_embeddings().weight.device_mesh)).logits
-    torch.testing.assert_close(found.full_tensor(), expected)
+        expected = one.eval()(**batch()).logits
+        found = placed.eval()(**st.place_batch(batch(), on)).logits
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=3e-5, atol=1e-5)  # norms are in float32
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["one file", "several"])

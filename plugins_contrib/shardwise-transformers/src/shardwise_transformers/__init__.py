@@ -2,6 +2,7 @@
 
 from shardwise_transformers.errors import ModelPlanError, PlacementStyleError, StyleError
 from shardwise_transformers.experts import run_experts_locally
+from shardwise_transformers.files import save
 from shardwise_transformers.placing import distribute, generate, place_batch
 from shardwise_transformers.reading import Plan, expert_parallel, tensor_parallel
 from shardwise_transformers.writing import to_ep_plan, to_tp_plan
@@ -16,6 +17,7 @@ __all__ = [
     "generate",
     "place_batch",
     "run_experts_locally",
+    "save",
     "tensor_parallel",
     "to_ep_plan",
     "to_tp_plan",

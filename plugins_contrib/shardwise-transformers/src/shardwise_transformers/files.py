@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from shardwise import MeshTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["save"]
 
