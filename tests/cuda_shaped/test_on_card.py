@@ -135,6 +135,18 @@ def drawn(shape, dtype):
     )
 
 
+def with_a_batch(here, placements, name):
+    """A model on the card and a batch, on a mesh if there is one."""
+    make, shape, dtype = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = make()
+    batch = drawn(shape, dtype)
+    if here is None:
+        return model, batch
+    return distributed(model, here), sw.distribute_tensor(batch, here, placements)
+
+
 def warm_steps(step):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -146,14 +158,7 @@ def warm_steps(step):
 
 def trained(here, name, optimizer_of, *, captures):
     """Losses and parameters of warm steps on one batch and of three on others, which a graph may run."""
-    make, shape, dtype = MODELS[name]
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = make()
-    static = drawn(shape, dtype)
-    if here is not None:
-        distributed(model, here)
-        static = sw.distribute_tensor(static, here, [Replicate()])
+    model, static = with_a_batch(here, [Replicate()], name)
     optimizer = optimizer_of(model.parameters())
 
     def step():
@@ -178,7 +183,7 @@ def trained(here, name, optimizer_of, *, captures):
     losses = []
     for seed in range(3):
         torch.manual_seed(seed)
-        batch = drawn(shape, dtype)
+        batch = drawn(*MODELS[name][1:])
         torch.cuda.manual_seed(7 + seed)
         static.copy_(batch if here is None else sw.distribute_tensor(batch, here, [Replicate()]))
         losses.append(float(step()))
@@ -231,14 +236,8 @@ COMPILED = ("language", "convolutions", "experts")
 
 
 def compiled_losses(here, placements, name):
-    make, shape, dtype = MODELS[name]
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = make()
-    x = drawn(shape, dtype)
+    model, x = with_a_batch(here, placements, name)
     if here is not None:
-        distributed(model, here)
-        x = sw.distribute_tensor(x, here, placements)
         model.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
     losses = []
