@@ -98,8 +98,8 @@ class _GraphCall:
                 raise
             raise failure from error
         if self.event is not None:
-            emit(self.event, "finished")  # or before: the op says no more
             emit(self.event, "waited")
+            emit(self.event, "finished")  # or before: the op says no more
         return out
 
 
