@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from shardwise import MeshTensor
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["save"]
 
 
-def save(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
+def save(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
     """``model.save_pretrained(folder, **options)`` on the mesh. Every rank must call this; the first rank writes.
 
     Returns on every rank when the files are there. They are those of one device, and ``from_pretrained`` reads them,
@@ -33,5 +31,6 @@ def save(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any)
             whole[name] = whole[names[id(tensor)]]
         names.setdefault(id(tensor), name)
     if is_first:
-        model.save_pretrained(os.fspath(folder), state_dict=whole, **options)
+        write: Any = model.save_pretrained  # of PreTrainedModel
+        write(os.fspath(folder), state_dict=whole, **options)
     dist.barrier()
