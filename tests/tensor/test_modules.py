@@ -463,7 +463,7 @@ def without_values():
     with torch.device("meta"):
         model = sw.distribute_module(WithTable(), on_two(), {"layer.weight": [Shard(0)]})
         assert model(torch.empty(3, 4)).shape == (4, 6)
-        assert model(sw.distribute_tensor(torch.empty(3, 4), on_two(), [Shard(0)])).shape == (4, 6)
+        assert model(sw.distribute_tensor(torch.empty(3, 4), on_two(), [R])).shape == (4, 6)
 
 
 def test_a_model_without_values_gives_shapes_of_plain_tensors_without_values(two_ranks):
