@@ -481,3 +481,19 @@ def picks_from_nothing(name, layout, index_layout):
 def test_a_pick_from_nothing_is_refused_on_every_rank(pool, name, layout, index_layout):
     """Two ranks have an index, and two have none."""
     pool.run(picks_from_nothing, name, layout, index_layout)
+
+
+def an_empty_index_of_bytes(layout):
+    """Torch looks at no dtype of an index that picks nothing."""
+    x, index = torch.randn(5, 4), torch.empty(0, 4, dtype=torch.uint8)
+    placed = sw.distribute_tensor(x, mesh((4,)), layout).requires_grad_()
+    for index_layout in ([Replicate()], [Shard(0)], [Shard(1)]):
+        picked = torch.gather(placed, 0, sw.distribute_tensor(index, mesh((4,)), index_layout))
+        assert torch.equal(picked.full_tensor(), torch.gather(x, 0, index))
+        picked.sum().backward()
+    assert not placed.grad.full_tensor().any()
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+def test_an_index_that_picks_nothing_has_any_dtype(pool, layout):
+    pool.run(an_empty_index_of_bytes, layout)
