@@ -23,7 +23,7 @@ import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.comm import graph_group, standstill
 from shardwise.comm.collective_log import CollectiveLog
-from shardwise.comm.events import observe
+from shardwise.comm.events import Event, observe
 from shardwise.comm.groups import group_of
 from shardwise.errors import PlacementError, RankFailedError, RankWaitError, UnseenGraphWarning, WorkerError
 from shardwise.private_torch.tracing import seeing_graphs
@@ -409,6 +409,29 @@ def test_a_graph_withdraws_the_note_of_an_error_that_was_caught(two: WorkerPool)
 
 
 # -- shown -------------------------------------------------------------------------------------------------------------
+
+
+def phases_of_graphs() -> list[list[str]]:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    x = sw.MeshTensor.from_local(torch.ones(4, 8), mesh, [Partial()])
+    compiled = torch.compile(lambda x: x.relu() + 1, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    seen: dict[int, list[str]] = {}
+
+    def note(event: Event) -> None:
+        seen.setdefault(event.number, []).append(event.phase)
+
+    with observe(note, phases=("issued", "waiting", "waited", "finished"), in_graphs=True):
+        compiled(x)
+    return list(seen.values())
+
+
+def test_a_graph_waits_for_a_collective_no_longer_than_it_takes(two: WorkerPool) -> None:
+    """It is known to be finished when the wait is over: a process may be put aside between two notes of the time."""
+    for phases in two.run(phases_of_graphs, timeout=120):
+        assert phases
+        assert all(order == ["issued", "waiting", "waited", "finished"] for order in phases)
 
 
 def timeline_of(folder: str) -> list[dict[str, Any]]:

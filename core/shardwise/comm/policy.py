@@ -166,7 +166,8 @@ class _InForce:
         the one with the strictest policy counts. Nothing says which thread made a node.
         """
         scopes = self._here.scopes
-        if _is_from_elsewhere(number) if scopes is None else number is not None and number >= sequence_number():
+        is_not_made_here_yet = number is not None and number >= sequence_number()
+        if is_not_made_here_yet or (scopes is None and _is_in_autograds_thread()):
             stacks = [stack for one in self._everywhere if (stack := one.at_node(number)) is not None]
             return max(stacks, key=_strictness, default=self.settings)
         stack = None if scopes is None else scopes.at_node(number)
@@ -179,20 +180,17 @@ class _InForce:
         A node that was made in the backward function of another one, and runs there, has the policies of that one.
         """
         number, now = running_node(), backward_number()
-        stack, outermost = self.at_node(number), number
-        for outer in outer_nodes():
-            if outermost is not None and outer < outermost:
-                outermost = outer
+        stack = self.at_node(number)
+        outermost = number if number is None else min((number, *outer_nodes()))
         if outermost != number:
             stack = (*self.at_node(outermost), *(policy for policy in stack if policy.of_backward != -1))
         entered = [policy for policy in self.stack if policy.of_backward == now]
         return (*stack, *(policy for policy in entered if not any(policy is one for one in stack)))
 
 
-def _is_from_elsewhere(number: int | None) -> bool:
-    """Whether another thread made the node that runs: this one is autograd's, or has not made so many nodes."""
-    is_autograds = threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
-    return is_autograds or (number is not None and number >= sequence_number())
+def _is_in_autograds_thread() -> bool:
+    """Whether autograd started this thread, which has entered no policies and made no nodes."""
+    return threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
 
 
 def _strictness(stack: Stack) -> int:
