@@ -30,6 +30,16 @@ class Model(torch.nn.Module):
         return branched(x) * 1.0
 
 
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.weight = torch.nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return branched(x * self.inner.weight)
+
+
 plain = torch.arange(-16.0, 16.0).reshape(8, 4)
 expected = Model()(plain)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -59,3 +69,13 @@ for name, call in calls.items():
 for _ in range(4):
     assert torch.equal(fused(plain), expected)
 assert "TensorExprGroup" in str(fused.graph_for(plain))
+placed, traced = Scale(), torch.jit.trace(Scale(), plain)
+for name, model in {"traced, then placed": traced, "placed, then traced": placed}.items():
+    print(name, flush=True)
+    sw.distribute_module(model, mesh, {"*": [Shard(0)]})
+    call = torch.jit.trace(placed, plain) if model is placed else model
+    for _ in range(4):
+        result = call(plain)
+        assert torch.equal(result.full_tensor(), expected), (name, result.full_tensor())
+        result.sum().backward()
+    assert torch.equal(model.inner.weight.grad.full_tensor(), 4 * torch.where(plain > 0, 2.0, plain.sign()) * plain)

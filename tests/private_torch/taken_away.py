@@ -479,6 +479,11 @@ FALLBACKS = [
     Case(("torch.nn.utils.parametrize._maybe_set",), partial(on_two_ranks, parametrized), take=hide),
     Case((f"{C}.ScriptMethod",), partial(on_two_ranks, scripted), take=hide),
     Case(
+        tuple(f"{C}.{kind}Dict" for kind in ("Module", "Parameter", "Buffer")),
+        partial(on_two_ranks, scripted),
+        take=hide,
+    ),
+    Case(
         ("._debug_flush_compilation_cache",),
         partial(on_two_ranks, scripted),
         take=lambda _: delete(f"{C}.ScriptFunction._debug_flush_compilation_cache"),

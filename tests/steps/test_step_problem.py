@@ -255,6 +255,24 @@ def test_the_solution_is_the_best_of_all_assignments_and_so_is_the_bound(seed):
             assert step_bound(problem, reference, work_of(problem, costs)) == best.cost
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_mesh_dim_is_solved_again_only_if_another_one_has_changed(shape, monkeypatch):
+    solved = []
+    improved = MeshDimProblem.improved
+
+    def watched(self):
+        better = improved(self)
+        solved.append((self.m, better.cost < self.held.cost))
+        return better
+
+    monkeypatch.setattr(MeshDimProblem, "improved", watched)
+    with fake_mesh(*shape) as mesh:
+        problem = recorded(chain(mesh, 0))[1]
+        solve_step(problem, [problem.as_recorded()])
+    last = max(i for i, (_, better) in enumerate(solved) if better)
+    assert solved[last + 1 :] == [(1 - solved[last][0], False)] * (len(shape) - 1)
+
+
 @pytest.mark.parametrize("seed", SOME_SEEDS)
 def test_no_change_on_one_mesh_dim_improves_the_solution(seed):
     with fake_mesh(2, 2) as mesh:

@@ -14,9 +14,12 @@ __all__ = ["interpret_scripts"]
 
 _jit: Any = torch.jit  # public names of it are not marked as exported
 
+#: What a scripted module has, by name.
+_TABLES = ("torch._C.ModuleDict", "torch._C.ParameterDict", "torch._C.BufferDict")
+
 
 def interpret_scripts(cls: type) -> None:
-    """Have a scripted function run op by op where it gets a ``cls``.
+    """Have a scripted function run op by op where it gets a ``cls``, or its module has one.
 
     From its second run on, torch fuses pointwise ops of a script on a card. The fused kernel reads the memory of its
     operands below the dispatcher, and a wrapper has none: it would read address 0, which ends all that the process may
@@ -33,7 +36,7 @@ def interpret_scripts(cls: type) -> None:
 def _op_by_op(call: Any, cls: type) -> Any:
     @wraps(call)
     def run(script: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, cls) for leaf in tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, cls) for leaf in tree_leaves((args, kwargs))) or _holds(script, cls):
             if hasattr(script, "_debug_flush_compilation_cache"):
                 script._debug_flush_compilation_cache()
             with _jit.optimized_execution(False):
@@ -41,3 +44,22 @@ def _op_by_op(call: Any, cls: type) -> Any:
         return call(script, *args, **kwargs)
 
     return run
+
+
+def _holds(script: Any, cls: type) -> bool:
+    """Whether the module of a method has a parameter or buffer that is a ``cls``: it was placed before or after it was
+    traced. Where torch does not tell what a module has, it may be one.
+    """
+    owner = getattr(script, "owner", None)
+    if owner is None:
+        return False
+    tables: list[Any] = [find_part(name) for name in _TABLES]
+    if None in tables:
+        return True
+    submodules, *tensors = tables
+    modules = [owner]
+    for module in modules:
+        if any(isinstance(tensor, cls) for table in tensors for _, tensor in table(module).items()):
+            return True
+        modules += [submodule for _, submodule in submodules(module).items()]
+    return False

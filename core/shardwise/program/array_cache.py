@@ -106,7 +106,8 @@ def _minimum(tables: Sequence[Costs], each: Sequence[tuple[int, ...]], shape: tu
     """The work of :meth:`ArrayCache.minimum`, in chunks of the neighbours' states that fit a cache."""
     spread = []
     for costs, axes in sorted(zip(tables, each, strict=True), key=lambda factor: factor[0].size):
-        front = np.moveaxis(costs, axes.index(0), 0)
+        at = axes.index(0)
+        front = costs if at == 0 else costs.transpose(at, *range(at), *range(at + 1, len(axes)))
         spread.append(front.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)]))
     least = np.empty(shape[1:], np.int64)
     choice = np.empty(shape[1:], np.uint16)

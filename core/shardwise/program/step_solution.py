@@ -77,12 +77,13 @@ def _descended(problem: StepProblem, start: Assignment, rounds: int, dims: Seque
     """What is reached by solving one mesh dim after the other, or some of them, until nothing changes."""
     current = start
     dims = dims or range(problem.graph.mesh.ndim)
-    in_vain = 0  # mesh dims in a row
+    settled = 0  # mesh dims in a row, the last ones, that would be solved as they are
     for turn in range(rounds * len(dims)):
         better = MeshDimProblem(problem, current, dims[turn % len(dims)]).improved()
-        in_vain = 0 if better.cost < current.cost else in_vain + 1
+        # What has been solved need not be solved again, until another mesh dim changes.
+        settled = 1 if better.cost < current.cost else settled + 1
         current = better if better.cost < current.cost else current
-        if in_vain == len(dims):
+        if settled == len(dims):
             break
     return current
 

@@ -74,7 +74,7 @@ def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None, earlier: Dec
                 return _solved(problem, costs, recorded, [held], limit)
             except (NoPlanError, MemoryPlanError):
                 problem.let_go()
-        # What was chosen op by op may move a tensor that is written later. From there descent would not improve.
+        # What was chosen op by op may move a tensor that is written later. From there descent may not improve.
         starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
         if problem.has_lost:
             starts = [problem.as_replicated()]
@@ -88,9 +88,20 @@ def _solved(
 ) -> Solved:
     if limit is not None:
         return _solved_within(problem, costs, recorded, starts, limit)
-    best = solve_step(problem, starts)
+    best = _first_legal(problem, starts)
     problem.forget_searches()
     return _or_recorded(with_decisions(problem, costs, recorded, best))
+
+
+def _first_legal(problem: StepProblem, starts: list[Assignment]) -> Assignment:
+    """What descent reaches from the first start from where it reaches a legal assignment."""
+    *others, last = starts
+    for start in others:
+        try:
+            return solve_step(problem, [start])
+        except NoPlanError:
+            continue
+    return solve_step(problem, [last])
 
 
 def _with_layers_alike(problem: StepProblem, starts: list[Assignment]) -> list[Assignment]:
