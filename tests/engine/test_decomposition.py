@@ -312,6 +312,23 @@ def test_an_unknown_op_runs_replicated_only_when_asked(pool):
         assert "96 bytes are gathered" in message
 
 
+@torch.library.custom_op("acme_parts::of_positive", mutates_args=())
+def of_positive(value: torch.Tensor) -> torch.Tensor:
+    return value[value.sum(1) > 0].clone()
+
+
+of_positive.register_fake(lambda value: value.new_empty(torch.library.get_ctx().new_dynamic_size(), value.shape[1]))
+
+
+def test_an_unknown_op_whose_shapes_depend_on_data_is_refused_as_the_others_are():
+    with world() as four, only():
+        a = on(four, x - 8, Replicate())
+        with pytest.raises(NoRuleError, match="acme_parts.of_positive"):
+            of_positive(a)
+        with sw.replicate_unknown(), pytest.warns(UnknownOpWarning):
+            assert torch.equal(of_positive(a).to_local(), of_positive(x - 8))
+
+
 def written_replicated():
     grid, results = mesh((2, 2)), []
     with warnings.catch_warnings(), sw.replicate_unknown():

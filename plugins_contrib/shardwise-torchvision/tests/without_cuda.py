@@ -5,6 +5,7 @@ called for tensors on a CPU. Empty ones stand in for them: every function that t
 returns zero.
 """
 
+import atexit
 import ctypes
 import importlib.util
 import os
@@ -28,10 +29,17 @@ def prepare():
         torch.ops.load_library(library())
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="without-cuda-"))
+        atexit.register(_remove, folder, os.getpid())
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])
         for built in stand_ins(library(), folder, error):
             ctypes.CDLL(str(built))
         torch.ops.load_library(library())
+
+
+def _remove(folder, process):
+    """At the end of the process that built them: those that it starts have the folder from it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def stand_ins(of, folder, error):
