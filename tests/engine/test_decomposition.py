@@ -323,7 +323,7 @@ of_positive.register_fake(lambda value: value.new_empty(torch.library.get_ctx().
 def test_an_unknown_op_whose_shapes_depend_on_data_is_refused_as_the_others_are():
     with world() as four, only():
         a = on(four, x - 8, Replicate())
-        with pytest.raises(NoRuleError, match="acme_parts.of_positive"):
+        with pytest.raises(NoRuleError, match=r"acme_parts\.of_positive"):
             of_positive(a)
         with sw.replicate_unknown(), pytest.warns(UnknownOpWarning):
             assert torch.equal(of_positive(a).to_local(), of_positive(x - 8))
