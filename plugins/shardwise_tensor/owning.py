@@ -93,7 +93,7 @@ def _pairs(ndim: int, where: int | Sequence[Tensor | None], index: Any = None) -
 
 
 def _of_whole(text: str, shape: Sequence[int], pairs: Sequence[tuple[int, Tensor]], wraps: bool) -> str:
-    """The text of an error with the first index that no rank has, and the size of the whole dim, in place of its own."""
+    """The text of an error with the first index that no rank has and the size of the whole dim."""
     found = _OUT_OF_RANGE.search(text)
     if found is None:
         return text
