@@ -192,6 +192,13 @@ def test_the_file_is_where_the_command_was_started(run, tmp_path, monkeypatch):
     assert run("elsewhere", "--check").exit_code == 0
 
 
+def test_a_lockfile_that_an_editor_of_windows_saved_is_written_again(run, written):
+    written.write_bytes(written.read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    assert run("more", "--check").exit_code == 1
+    assert run("more").exit_code == 0
+    assert written.read_bytes().startswith(b"# What one rank")
+
+
 def test_no_other_file_is_overwritten(run, tmp_path):
     before = (tmp_path / "train.py").read_text()
     result = run("step", "--out", "train.py")
