@@ -29,11 +29,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
 import torch.distributed as dist
@@ -65,9 +66,13 @@ __all__ = [
     "joined_world",
     "start_anew",
     "tell",
+    "telling",
     "trying",
     "watch",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _SOON = 0.02  # seconds between two looks at what other ranks have raised
 _LONGEST = 60.0  # seconds for which a rank looks; another rank may have ended without a word
@@ -211,6 +216,20 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     world.write(Note(world.rank, op, kind, message, key, world.raised[key], is_final, ranks_say))
     for group in list(world.groups):
         group.hold(go_on)
+
+
+def telling(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, of whose errors the other ranks are told: every rank must call it, and some wait in it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            tell(error, function.__name__)
+            raise
+
+    return call
 
 
 def _first_line(error: BaseException) -> str:
