@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
 from shardwise.rule import LocalCall
 
-__all__ = ["own_classes"]
+__all__ = ["own_classes", "refusal_of_target"]
 
 # Marks a target that is not among this rank's classes; no class has this number.
 _NOT_OWN = -1
+
+
+def refusal_of_target(error: IndexError, local: LocalCall, target: Tensor, ignore_index: int) -> IndexError:
+    """The error of a kernel with the program's target in place of its number among this rank's classes."""
+    spec = local.spec("self")
+    outside = target[(target != ignore_index) & ((target < 0) | (target >= spec.shape[min(1, spec.ndim - 1)]))]
+    if not outside.numel():
+        return error
+    return IndexError(re.sub(r"(?<=^Target )-?\d+(?= is out of bounds)", str(outside[0].item()), str(error)))
 
 
 def own_classes(

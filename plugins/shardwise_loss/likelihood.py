@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.rule import Call, Flow, LocalCall, neutral, row_major, rule_from
-from shardwise_loss.classes import own_classes
+from shardwise_loss.classes import own_classes, refusal_of_target
 from shardwise_loss.reduction import MEAN, NONE
 
 __all__ = ["RULES"]
@@ -43,7 +43,10 @@ def _shared(
 ) -> tuple[Tensor, Tensor]:
     """The loss of the targets of this rank's samples and classes; a mean is over the total weight of all."""
     own = own_classes(local, scores, target, weight, ignore_index)
-    loss, total = getattr(aten, _packet(local)).default(*own[:3], SUM if reduction == MEAN else reduction, own[3])
+    try:
+        loss, total = getattr(aten, _packet(local)).default(*own[:3], SUM if reduction == MEAN else reduction, own[3])
+    except IndexError as error:
+        raise refusal_of_target(error, local, target, ignore_index) from error
     if reduction == NONE and own[1] is not target:
         # Another rank has the class: add what changes no sum.
         loss.masked_fill_((own[1] == own[3]) & (target != ignore_index), neutral("sum", loss.dtype))

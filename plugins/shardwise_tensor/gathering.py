@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from shardwise.rule import Flow, LocalCall, TensorMeta, dim_of, labels, neutral, replaced, rule, rule_from
-from shardwise_tensor.owning import look_up, never_empty
+from shardwise_tensor.owning import look_up, never_empty, with_indices_of_the_program
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
 
+@with_indices_of_the_program()
 def _gather_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index)
@@ -45,6 +46,7 @@ def GATHER(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
     )
 
 
+@with_indices_of_the_program()
 def _select_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index.reshape(-1))

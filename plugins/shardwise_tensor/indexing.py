@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from shardwise.rule import Flow, Labels, LocalCall, TensorMeta, neutral, rule_from
-from shardwise_tensor.owning import Owned, look_up, never_empty
+from shardwise_tensor.owning import Owned, look_up, never_empty, with_indices_of_the_program
 
 __all__ = ["RULES", "Indexing", "is_mask", "owned_block"]
 
@@ -73,6 +73,7 @@ def owned_block(
     return local_indices, block
 
 
+@with_indices_of_the_program(wraps=True)
 def _index_own(local: LocalCall, x: Tensor, indices: Sequence[Tensor | None], **named: Any) -> Tensor:
     own, block = owned_block(local, x, indices)
     indexed = [d for d, index in enumerate(indices) if index is not None]

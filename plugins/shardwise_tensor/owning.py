@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import functools
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.rule import LocalCall, is_traced, tied_to
+from shardwise.rule import LocalCall, dim_of, is_traced, tied_to
 
-__all__ = ["Owned", "look_up", "never_empty", "on_spare"]
+__all__ = ["Owned", "look_up", "never_empty", "on_spare", "with_indices_of_the_program"]
+
+Lowering = Callable[..., Tensor]
+
+# How kernels of the CPU name an index that is out of range, the size of its dim, and the dim: its number among all dims
+# or among the indices.
+_OUT_OF_RANGE = re.compile(
+    r"index (?P<index>-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)"
+    r"|id=(?P<id>-?\d+) axis_dim=(?P<axis_dim>\d+)"
+)
 
 
 @frozen(eq=False)
@@ -45,10 +56,56 @@ def look_up(local: LocalCall, dim: int, index: Tensor, *, wraps: bool = False) -
     mine = (counted >= start) & (counted < start + size)
     if not size and not is_traced(index) and not legal.all():
         # Ops on an empty tensor do not look at their indices.
-        msg = f"index is out of bounds for dimension {dim} with size {total}"
+        msg = f"index {index[~legal][0].item()} is out of bounds for dimension {dim} with size {total}"
         raise IndexError(msg)
     elsewhere = torch.where(legal, 0, size)
     return Owned(mine, torch.where(mine, counted - start, elsewhere), legal)
+
+
+def with_indices_of_the_program(*, wraps: bool = False) -> Callable[[Lowering], Lowering]:
+    """Give a lowering's error for an index out of range the program's index and the size of the whole dim.
+
+    The local op is given positions in this rank's shard, and its error names them. The lowering takes ``(x, dim, index,
+    ...)`` or ``(x, indices, ...)``; with ``wraps`` negative indices count from the end.
+    """
+
+    def decorate(lowering: Lowering) -> Lowering:
+        @functools.wraps(lowering)
+        def call(local: LocalCall, x: Tensor, *args: Any, **named: Any) -> Tensor:
+            try:
+                return lowering(local, x, *args, **named)
+            except (IndexError, RuntimeError) as error:
+                text = _of_whole(str(error), local.spec("self").shape, _pairs(x.ndim, *args[:2]), wraps)
+                if text == str(error) or type(error) not in (IndexError, RuntimeError):
+                    raise
+                raise type(error)(text) from error
+
+        return call
+
+    return decorate
+
+
+def _pairs(ndim: int, where: int | Sequence[Tensor | None], index: Any = None) -> list[tuple[int, Tensor]]:
+    """The indices with their dims."""
+    if isinstance(where, int):
+        return [(dim_of(where, ndim), index)]
+    return [(dim, index) for dim, index in enumerate(where) if index is not None]
+
+
+def _of_whole(text: str, shape: Sequence[int], pairs: Sequence[tuple[int, Tensor]], wraps: bool) -> str:
+    """The text of an error with the first index that no rank has and the size of the whole dim."""
+    found = _OUT_OF_RANGE.search(text)
+    if found is None:
+        return text
+    dim, index = pairs[int(found["dim"] or 0)] if len(pairs) > 1 else pairs[0]  # torch counts the indices
+    total = shape[dim]
+    outside = index[(index < (-total if wraps else 0)) | (index >= total)]
+    if not outside.numel():
+        return text
+    names = ("index", "size") if found["id"] is None else ("id", "axis_dim")
+    for name, value in zip(reversed(names), (total, outside.flatten()[0].item()), strict=True):
+        text = f"{text[: found.start(name)]}{value}{text[found.end(name) :]}"
+    return text
 
 
 def never_empty(x: Tensor, dims: Collection[int]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.rule import UNMOVED, Flow, Labels, LocalCall, TensorMeta, is_traced, labels, rule_from
 from shardwise_tensor.indexing import Indexing, is_mask, owned_block
-from shardwise_tensor.owning import Owned, on_spare
+from shardwise_tensor.owning import Owned, on_spare, with_indices_of_the_program
 from shardwise_tensor.scattering import ADDED
 
 __all__ = ["RULES"]
@@ -18,6 +18,7 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 
+@with_indices_of_the_program(wraps=True)
 def _put_own(
     local: LocalCall, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any, **named: Any
 ) -> Tensor:

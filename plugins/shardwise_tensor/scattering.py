@@ -21,7 +21,7 @@ from shardwise.rule import (
     replaced,
     rule_from,
 )
-from shardwise_tensor.owning import look_up, on_spare
+from shardwise_tensor.owning import look_up, on_spare, with_indices_of_the_program
 
 __all__ = ["ADDED", "RULES"]
 
@@ -69,6 +69,7 @@ def _scattered(dim: int, call: Call, rows: tuple[str, ...] = (), in_parts: tuple
     )
 
 
+@with_indices_of_the_program()
 def _scatter_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
     """The op with only that part of index and source that falls into this rank's shard."""
     at = dim_of(dim, x.ndim)
@@ -140,6 +141,7 @@ def SCATTER_REDUCE(dim: int, reduce: str, *, include_self: bool = True, call: Ca
 # -- index_add and ops like it: an index per slice -------------------------------------------------------------------
 
 
+@with_indices_of_the_program()
 def _write_own(
     local: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor, *rest: Any, **named: Any
 ) -> Tensor:
@@ -156,6 +158,7 @@ def _write_own(
     return result
 
 
+@with_indices_of_the_program(wraps=True)
 def _fill_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index.reshape(-1), wraps=True)

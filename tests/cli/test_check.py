@@ -538,6 +538,27 @@ def test_a_finding_is_one_line_and_all_of_it_in_json(checkout, quick):
     assert "first\nsecond" in report_of(folder, exit_code=1)["oracle"]
 
 
+@pytest.mark.parametrize(
+    ("op", "place", "found"),
+    [
+        ("nobody::op", "{package}.nowhere:RULE", "there is no module {package}.nowhere"),
+        ("nobody::op", "nobody_has_this.rules:RULE", "there is no module nobody_has_this.rules"),
+        ("aten::_fft_c2c", "{package}.nowhere:RULE", "there is no module {package}.nowhere"),
+        (
+            "aten::_fft_c2c",
+            "{package}.ops:NOTHING",
+            "AttributeError: module '{package}.ops' has no attribute",
+        ),
+    ],
+)
+def test_a_rule_that_is_not_at_its_place_fails(checkout, quick, op, place, found):
+    folder = checkout(rules=f"{SCALED}); registry.add_later('{op}', '{place}'", samples=SAMPLES)
+    later = report_of(folder, exit_code=1)["later"]
+    (package,) = (inner.name for inner in (folder / "src").iterdir())
+    name = op.replace("::", ".")
+    assert later.startswith(f"failed: the rule of {name}.default cannot be had: {found.format(package=package)}"), later
+
+
 def test_a_rule_by_the_name_of_an_op_is_judged_where_the_op_exists(checkout, quick):
     both = SCALED + "); registry.add_later('nobody::op', '{package}.ops:RULE'"
     report = report_of(checkout(rules=both, samples=SAMPLES), exit_code=0)

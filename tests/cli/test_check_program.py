@@ -17,6 +17,9 @@ from shardwise.testing.step_check import check_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "check.md"
 PROGRAM = """
+import dataclasses
+import os
+
 import torch
 from torch import nn
 import torch.nn.functional as F
@@ -126,6 +129,166 @@ def raises(mesh):
     if mesh.size() > 1:
         raise ValueError("no such mesh")
     return build(mesh)
+
+
+# -- right programs whose numbers are close to rounding, or whose code is compiled
+
+
+def ends_in_softmax(mesh):
+    # The sum of its results has no gradient: what is left is rounding.
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
+    return sw.distribute_module(model, mesh, {"0.weight": {"tp": Shard(0)}}), rows(mesh)
+
+
+def sum_of_softmax(mesh):
+    model, x = ends_in_softmax(mesh)
+    loss = model(x).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def rows(mesh):
+    return sw.distribute_tensor(torch.randn(10, 8), mesh, [Shard(0), Replicate()])
+
+
+def block(mesh, *inner):
+    return sw.distribute_module(nn.Sequential(Block(), *inner), mesh, PLACES)
+
+
+def autocast(mesh):
+    model, x = block(mesh), rows(mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def compiled(mesh):
+    model, x = block(mesh), rows(mesh)
+    loss = torch.compile(model, backend="aot_eager")(x).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+# -- wrong programs whose results of modules are right
+
+
+class LocalMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.to_local().copy_(x.to_local().mean(0))
+        return 2 * x
+
+
+def wrong_buffer(mesh):
+    return block(mesh, LocalMean()), rows(mesh)
+
+
+def wrong_number(mesh):
+    loss = block(mesh)(rows(mesh)).square().mean()
+    loss.backward()
+    return {"loss": float(loss.detach().to_local())}
+
+
+class TooMuch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.ranks = x.device_mesh.size()
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.ranks
+
+
+def wrong_gradient_of_a_leaf(mesh):
+    w = sw.distribute_tensor(torch.randn(8, 4), mesh, [Replicate(), Replicate()]).requires_grad_()
+    loss = TooMuch.apply(rows(mesh) @ w).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def forgets_gradients(mesh):
+    # Adam makes the same step by four times the gradients.
+    model = block(mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    TooMuch.apply(model(rows(mesh))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def wrong_rule_without_modules(mesh):
+    w = sw.distribute_tensor(torch.randn(8, 4), mesh, [Replicate(), Replicate()])
+    bias = sw.distribute_tensor(torch.randn(4), mesh, [Replicate(), Replicate()])
+    x = sw.distribute_tensor(torch.randn(10, 8), mesh, [Replicate(), Shard(1)])
+    with sw.override(WRONG_PRODUCT):
+        return torch.addmm(bias, x, w).relu() + 1
+
+
+class OwnNumbers(nn.Module):
+    def forward(self, x):
+        factors = torch.arange(8.0).to_local() + 10 * torch.distributed.get_rank()
+        return x * sw.MeshTensor.from_local(factors, x.device_mesh, [Replicate(), Replicate()])
+
+
+def right_on_the_first_rank(mesh):
+    return block(mesh, OwnNumbers()), rows(mesh)
+
+
+class RowsHere(nn.Module):
+    def forward(self, x):
+        return x / x.to_local().shape[0]
+
+
+def other_number(mesh):
+    return block(mesh, RowsHere()), rows(mesh)
+
+
+class More(nn.Module):
+    def forward(self, x):
+        return x.abs() if x.device_mesh.size() > 1 else x
+
+
+def another_op(mesh):
+    return block(mesh, More()), rows(mesh)
+
+
+@dataclasses.dataclass
+class Result:
+    loss: object
+    number: float
+
+
+class InDataclass(nn.Module):
+    def forward(self, x):
+        return Result((x * x.device_mesh.size()).sum(), 1.0)
+
+
+def wrong_in_a_dataclass(mesh):
+    return sw.distribute_module(InDataclass(), mesh, {})(rows(mesh))
+
+
+# -- programs that do not return
+
+
+def ends(mesh):
+    os._exit(7)
+
+
+def makes_a_group(mesh):
+    torch.distributed.init_process_group("gloo")
+
+
+def in_torch(mesh):
+    return block(mesh), 3
+
+
+def module_alone(mesh):
+    return block(mesh)
 """
 
 
@@ -222,8 +385,76 @@ def test_another_way_through_the_program(check):
 
 def test_what_a_program_raises(check):
     text = check("raises", code=1)
-    assert "the program raised ValueError: no such mesh" in text
-    assert "if mesh.size() > 1" not in text.partition("Traceback")[0]
+    assert "the program raised ValueError on all ranks: no such mesh" in text
+    assert text.rstrip().endswith('raise ValueError("no such mesh")') or "^" in text.splitlines()[-1]
+    assert "Traceback" not in text
+    document = json.loads(check("raises", "--json", code=1).partition("\nError: ")[0])
+    assert document["error"]["message"].startswith("the program raised ValueError on all ranks: no such mesh\n")
+
+
+@pytest.mark.parametrize("function", ["ends_in_softmax", "autocast", "compiled"])
+def test_what_is_off_by_rounding_alone_is_the_same(check, function):
+    text = check(function)
+    assert text.splitlines()[-1].startswith("The same as on one device, on 4 ranks (2x2): ")
+    assert "gradients" in text
+
+
+def test_gradients_that_may_be_rounding_alone_are_told(check):
+    text = check("sum_of_softmax")
+    assert "All gradients are below 1.9e-06, where rounding may be all there is" in text
+    assert json.loads(check("sum_of_softmax", "--json"))["small_gradients"] > 0
+    assert "All gradients" not in check("autocast")
+
+
+READS = r"The first op with a wrong value, {op} at \S*program_to_check.py:\d+, reads it, and no op before gave it"
+
+
+@pytest.mark.parametrize(
+    ("function", "stage", "what", "op"),
+    [
+        ("wrong_buffer", "buffers", "1.mean", "No op on MeshTensors gives a wrong value"),
+        ("wrong_number", "result", "what the program returned", "No op on MeshTensors gives a wrong value"),
+        ("wrong_gradient_of_a_leaf", "gradients", "leaf 0 [8, 4]", READS.format(op="aten.mul.Tensor")),
+        ("forgets_gradients", "gradients", "0.norm.weight", READS.format(op="aten.mul.Tensor")),
+        (
+            "wrong_rule_without_modules",
+            "result",
+            "what the program returned",
+            r"that differs is aten.addmm.default at ",
+        ),
+        ("right_on_the_first_rank", "forward", "output", READS.format(op="aten.mul.Tensor")),
+        ("other_number", "forward", "output", READS.format(op="aten.div.Tensor")),
+        (
+            "another_op",
+            "forward",
+            "output",
+            r"The ranks also run aten.abs.default at \S+:\d+, which one device does not",
+        ),
+        ("wrong_in_a_dataclass", "forward", "output", READS.format(op="aten.mul.Tensor")),
+    ],
+)
+def test_what_no_result_of_a_module_shows_is_found(check, function, stage, what, op):
+    text = check(function, code=1)
+    assert re.search(rf"The first that differs, on all ranks: {stage}: .*{re.escape(what)}\n", text), text
+    assert re.search(op, text), text
+
+
+def test_a_program_that_returns_no_step_is_told_in_one_line(check):
+    assert check("module_alone", code=1).startswith("Error: check the program: it returned a module without inputs. ")
+
+
+def test_lines_inside_of_torch_are_counted(check):
+    text = check("in_torch", code=1)
+    assert text.startswith("Error: the program raised TypeError on one device: ")
+    assert "more inside of torch and shardwise ..." in text
+    assert "_call_impl" not in text
+    assert "makes no process group and no mesh of its own" in check("makes_a_group", code=1)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_process_that_ends_is_told(check):
+    assert check("ends", code=1).startswith("Error: the program did not return on one device: its process ended with")
 
 
 @pytest.mark.parametrize(

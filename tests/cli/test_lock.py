@@ -136,11 +136,19 @@ def test_json_has_rows_and_changes(run, written):
     [
         (["--check"], ("--mesh", "4x2", "--names", "dp,tp"), "LockFitError: compare a step with communication.lock"),
         (["--budget", "pp forward 1GiB"], MESH, "CallError: hold a step to the budget 'pp forward 1GiB'"),
+        (["--budget", "tp sideways 1GiB"], MESH, "'sideways' is not one of forward, backward, optimizer, *"),
+        (
+            ["--budget", "dim0 forward 1 apple"],
+            ("--mesh", "2x4"),
+            "CallError: hold a step to the budget 'dim0 forward 1",
+        ),
     ],
 )
-def test_what_is_refused(run, args, mesh, message):
+def test_what_is_refused_before_the_step_runs(run, args, mesh, message, tmp_path):
     run("step")
-    result = run("step", *args, mesh=mesh)
+    lockfile = tmp_path / "communication.lock"
+    lockfile.write_text(lockfile.read_text().replace(":step\n", ":no_such_function\n"))
+    result = run("no_such_function", *args, mesh=mesh)
     assert result.exit_code == 1
     assert message in result.output
 
@@ -182,6 +190,13 @@ def test_the_file_is_where_the_command_was_started(run, tmp_path, monkeypatch):
     assert run("elsewhere").exit_code == 0
     monkeypatch.chdir(tmp_path)
     assert run("elsewhere", "--check").exit_code == 0
+
+
+def test_a_lockfile_that_an_editor_of_windows_saved_is_written_again(run, written):
+    written.write_bytes(written.read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    assert run("more", "--check").exit_code == 1
+    assert run("more").exit_code == 0
+    assert written.read_bytes().startswith(b"# What one rank")
 
 
 def test_no_other_file_is_overwritten(run, tmp_path):

@@ -36,6 +36,10 @@ def does_nothing(mesh):
     return 3
 
 
+def says_done(mesh):
+    return "done"
+
+
 def returns_a_function(mesh):
     def later():
         raise AssertionError
@@ -176,7 +180,7 @@ def test_a_step_in_another_order_is_refused(run):
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("mine.py:does_nothing", "left nothing to compare"),
+        ("mine.py:says_done", "left nothing to compare"),
         ("mine.py:no_such", "mine.py has no function 'no_such'"),
         ("mine.py:needs_nothing", "is called with 1 argument, mesh"),
         ("mine.py:raises", "a mistake of mine"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +100,12 @@ def error_between_ops() -> None:
     x.sum().full_tensor()
 
 
+def timeline_without_a_folder() -> None:
+    folder = "/no/such/folder" if torch.distributed.get_rank() == BAD else tempfile.gettempdir()
+    with sw.timeline(f"{folder}/step.json", ranks=()):
+        sharded(torch.ones(2)).sum().full_tensor()
+
+
 ERRORS = {
     target_out_of_range: "IndexError: Target 11 is out of bounds",
     index_out_of_range: "index out of range",
@@ -107,6 +115,7 @@ ERRORS = {
     scattered_out_of_range: "RuntimeError: index 90 is out of bounds",
     selected_out_of_range: "index out of range",
     put_out_of_range: "index 90 is out of bounds",
+    timeline_without_a_folder: "TimelineFileError: write a timeline to /no/such/folder",
     error_between_ops: "ValueError: no more batches",
 }
 
@@ -325,7 +334,7 @@ print(x.sum().full_tensor())
 """
 
 
-def run_pair(program: str, failing: int, *words: str) -> list[tuple[str, str]]:
+def run_pair(program: str, failing: int, *words: str, codes: tuple[int, int] = (1, 1)) -> list[tuple[str, str]]:
     """What two processes print, each running a program that ends by an error, and what they write of it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -340,7 +349,7 @@ def run_pair(program: str, failing: int, *words: str) -> list[tuple[str, str]]:
         for rank in (0, 1)
     ]
     results = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [1, 1]
+    assert tuple(process.returncode for process in processes) == codes
     return results
 
 
@@ -433,6 +442,52 @@ def test_an_error_that_ended_a_thread_is_named() -> None:
     assert "ValueError: no more batches" in errors[BAD]
     said = "its program has ended: one of its threads had ended by ValueError, no more batches"
     assert f"rank {BAD} has failed: {said}" in errors[0]
+
+
+EXITS = """
+import sys
+import torch, torch.distributed as dist
+rank, port, failing = (int(word) for word in sys.argv[1:4])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+import shardwise as sw
+from torch.distributed.device_mesh import init_device_mesh
+x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+try:
+    sys.exit("caught")
+except SystemExit:
+    pass
+if rank == failing:
+    sys.exit(3)
+x.sum().full_tensor()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_rank_that_leaves_by_sys_exit_is_told_with_its_code() -> None:
+    errors = [error for _, error in run_pair(EXITS, BAD, codes=(1, 3))]
+    said = r"its program has ended: it had called sys\.exit\(3\) at \S+:14"
+    assert re.search(rf"rank {BAD} has failed: {said}", errors[0]), errors[0]
+
+
+FAILS_FIRST = """
+import sys
+import torch, torch.distributed as dist
+rank, port, failing = (int(word) for word in sys.argv[1:4])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+import shardwise as sw
+from torch.distributed.device_mesh import init_device_mesh
+model = torch.nn.Linear(2, 2)
+sw.distribute_module(model, init_device_mesh("cpu", (2,)), "no.plan" if rank == failing else {})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_an_error_before_the_first_collective_of_a_rank_is_told() -> None:
+    errors = [error for _, error in run_pair(FAILS_FIRST, BAD)]
+    said = f"rank {BAD} has failed in distribute_module: PlanFileError: read the plan: no.plan cannot be read"
+    assert said in errors[0], errors[0]
 
 
 def test_the_first_rank_does_not_wait_for_one_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:

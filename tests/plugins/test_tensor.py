@@ -414,9 +414,59 @@ def out_of_range():
             wrong()
 
 
+def told_as_on_one_device():
+    """Each call with an index that no rank has: over two mesh dims, so that no rank has the whole of either dim.
+
+    All ranks are given an index out of range, so that all of them raise.
+    """
+    at, row, column = torch.tensor([0, 9]), torch.full((1, 6), 9), torch.full((8, 1), -9)
+    calls = (
+        lambda x, y: x[y(at)],
+        lambda x, _: x[[0, -9]],
+        lambda x, y: x[:, y(at)],
+        lambda x, y: x[y(torch.tensor([0, 1])), y(torch.tensor([1, -7]))],
+        lambda x, y: x.index_put((y(at),), y(torch.tensor(1.0))),
+        lambda x, y: x.clone().__setitem__(y(at), 1.0),
+        lambda x, y: x.index_select(0, y(at)),
+        lambda x, y: x.index_select(1, y(at)),
+        lambda x, y: x.gather(0, y(row)),
+        lambda x, y: x.gather(1, y(column)),
+        lambda x, y: x.scatter(0, y(row), 1.0),
+        lambda x, y: x.scatter_add(0, y(row), y(torch.ones(1, 6))),
+        lambda x, y: x.scatter_reduce(0, y(row), y(torch.ones(1, 6)), "amax"),
+        lambda x, y: x.index_add(0, y(at), y(torch.ones(2, 6))),
+        lambda x, y: x.index_copy(0, y(at), y(torch.ones(2, 6))),
+        lambda x, y: x.index_fill(0, y(torch.tensor([-1, 9])), 1.0),
+        lambda x, y: x.take(y(torch.tensor([99]))),
+        lambda x, y: torch.nn.functional.nll_loss(x, y(torch.tensor([1, 9, 9, -100, 9, 9, 9, 9]))),
+        lambda x, y: torch.nn.functional.embedding(y(at), x),
+        lambda x, _: torch.searchsorted(x, 0.5),
+    )
+    placed = [sw.distribute_tensor(whole(8, 6), mesh((2, 2)), [Shard(n), Shard(1 - n)]) for n in (0, 1)]
+    for number, call in enumerate(calls):
+        with pytest.raises((IndexError, RuntimeError)) as expected:
+            call(whole(8, 6), lambda index: index)
+        for x in placed:
+            with pytest.raises(expected.type) as found:
+                call(x, lambda index: spread(index, (2, 2)))
+            assert found.type is expected.type, number
+            assert str(found.value) == str(expected.value), number
+
+
 @pytest.mark.parametrize(
     "program",
-    [slices, joins, looks, writes, writes_in_place, answers, partial_stays_partial, other_devices, out_of_range],
+    [
+        slices,
+        joins,
+        looks,
+        writes,
+        writes_in_place,
+        answers,
+        partial_stays_partial,
+        other_devices,
+        out_of_range,
+        told_as_on_one_device,
+    ],
 )
 def test_on_ranks(pool, program):
     pool.run(program)

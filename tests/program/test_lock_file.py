@@ -155,8 +155,8 @@ def edited(old, new):
         ("{}\n", 1, "not a lockfile"),
         (edited("program  ", "programm "), 3, "has no 'program'"),
         (edited("dp 2, tp 4", "dp 2, tp x"), 4, "is not a mesh"),
-        (edited("[backward]", "[sideways]"), 15, "[sideways] has no place"),
-        (edited("[backward]", "[forward]"), 15, "[forward] has no place"),
+        (edited("[backward]", "[sideways]"), 15, "'[sideways]' has no place"),
+        (edited("[backward]", "[forward]"), 15, "'[forward]' has no place"),
         (edited("kept", "held"), 8, "not a figure of the memory"),
         (edited("blocks.{0-11}.wq", "blocks.{11-0}.wq"), 12, "not ascending"),
         (edited("blocks.{0-11}.wq", "blocks.{0-10}.wq"), 12, "not those of 11 modules"),
@@ -168,6 +168,8 @@ def edited(old, new):
         (edited("24,576", "24576"), 12, "not a number"),
         (edited("24,576", "24,588"), 21, "the end says"),
         (edited("  all_gather", "  all_gather  again"), 12, "9 columns"),
+        (edited("[backward]", "<<<<<<< HEAD\n[backward]"), 15, "what a merge leaves where two versions differ"),
+        (edited("[backward]", "[backward]\0"), 15, "has no place here"),
         (TEXT + "more\n", 22, "nothing follows the end"),
         (edited("operand `mat2`", "operand \\q"), 12, "does not stand for a character"),
     ],
@@ -217,6 +219,12 @@ def test_what_cannot_be_read_at_all_names_the_file(tmp_path, content):
 
 def test_lines_that_end_as_on_windows_are_read():
     assert parse(TEXT.replace("\n", "\r\n"), "") == LOCK
+
+
+def test_a_mark_of_the_order_of_bytes_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "a.lock"
+    path.write_bytes(TEXT.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read_lock(path) == LOCK
 
 
 def test_another_mesh_or_program_is_refused():

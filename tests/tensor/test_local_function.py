@@ -152,6 +152,22 @@ def test_the_shapes_of_uneven_parts_are_agreed_on(pool):
     pool.run(uneven)
 
 
+def wrong_shapes():
+    """9 rows on 4 ranks lie as 3, 3, 3, 0. Some of these shapes would give some ranks the part that they have."""
+    x = sw.distribute_tensor(made(9, 3), mesh((4,)), [S0])
+    for shapes in ((8, 3), (10, 3), (12, 3), (9, 4), (9,), ((9, 3),), ((9, 3), (9, 3))):
+        double = sw.local(lambda a: 2 * a, outputs=[S0], shapes=shapes)
+        if shapes == ((9, 3),):
+            assert double(x).shape == (9, 3)
+            continue
+        with pytest.raises(LocalResultError, match=r"take the results of .*<lambda> by local: "):
+            double(x)
+
+
+def test_shapes_that_are_wrong_on_some_ranks_are_refused_on_all(pool):
+    pool.run(wrong_shapes)
+
+
 def data_decides():
     on, rank = mesh((4,)), dist.get_rank()
     keep = sw.local(lambda a, n: a[:n], inputs=(S0, None), outputs=S0, shapes="agree")

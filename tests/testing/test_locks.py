@@ -80,6 +80,28 @@ def test_a_test_fails_with_the_difference(run, pytester):
     )
 
 
+def test_tests_of_one_name_in_two_classes_have_two_lockfiles(run, pytester):
+    text = (
+        TEST.partition("@pytest")[0]
+        + """
+class TestHere:
+    def test_it(self, communication_lock):
+        communication_lock(step, {"dp": 2, "tp": 4})
+
+class TestThere:
+    def test_it(self, communication_lock):
+        communication_lock(step, {"dp": 4, "tp": 2})
+"""
+    )
+    (pytester.path / "test_train.py").write_text(text)
+    run("--update-locks").assert_outcomes(passed=2)
+    assert sorted(path.name for path in pytester.path.glob("*.lock")) == [
+        "test_train.TestHere_test_it.lock",
+        "test_train.TestThere_test_it.lock",
+    ]
+    run().assert_outcomes(passed=2)
+
+
 def test_a_budget_fails_the_test(run, pytester):
     edit(pytester, "1MiB", "16")
     run("--update-locks").stdout.fnmatch_lines(["*over the budget tp forward 16 B: 32 B, most of it from*"])

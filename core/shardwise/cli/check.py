@@ -31,6 +31,7 @@ from shardwise.cli.static_checks import (
 from shardwise.cli.subject import SAMPLES, SAMPLES_GROUP, PluginToCheck, find_subject
 from shardwise.discovery.entry_points import GROUP
 from shardwise.kernel.first_party import is_first_party
+from shardwise.kernel.registry import NO_LIBRARY, Registry
 from shardwise.testing.light import probe
 
 __all__ = ["check"]
@@ -89,11 +90,22 @@ def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -
         yield from findings
         if any(finding.result == FAILED for finding in findings):
             return
-        for name, why in own.see_all().items():  # the samples import the library
-            do = "Import the library in the module of the samples."
-            yield Finding("later", WARNING, f"the rule of {name} is not judged: {why}", do)
+        yield from _later(own)  # the samples have imported the library
         with progress("oracle, rules") as tell:
             yield from judge_rules(own, sample_file, cases=cases, tell=tell)
+
+
+def _later(own: Registry) -> Iterator[Finding]:
+    """What is wrong with rules by the names of ops: those of libraries that nobody imports cannot be judged."""
+    missing = own.missing_modules()
+    for name, why in own.see_all().items():
+        if why != NO_LIBRARY or name in missing:
+            found = f"there is no module {missing[name]}" if name in missing else why
+            do = "Correct its place in add_later() or add_modules(), or the module."
+            yield Finding("later", FAILED, f"the rule of {name} cannot be had: {found}", do)
+        else:
+            do = "Import the library in the module of the samples."
+            yield Finding("later", WARNING, f"the rule of {name} is not judged: {why}", do)
 
 
 def _samples(subject: PluginToCheck, named: Path | None) -> tuple[Samples, list[Finding]]:

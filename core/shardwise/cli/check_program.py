@@ -15,12 +15,14 @@ from rich.console import Console
 from shardwise import errors
 from shardwise.cli.modules import load_function_of_mesh
 from shardwise.cli.output import json_option, print_json, print_rows, print_text
-from shardwise.cli.program_errors import TO_NAME
+from shardwise.cli.program_errors import OWN_MESH, TO_NAME, is_of_meshes
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.errors import WorkerError
 from shardwise.kernel.plurals import counted
-from shardwise.testing.step_check import STAGES, StepReport, check_step
+from shardwise.testing.pool import NO_ANSWER
+from shardwise.testing.step_check import ASKED, STAGES, StepReport, check_step
 from shardwise.testing.step_differences import Difference
+from shardwise.tools.program_errors import program_lines
 
 __all__ = ["check_program"]
 
@@ -98,11 +100,12 @@ def check_program(  # noqa: PLR0913  # an argument per option
                 tell=tell,
             )
         except WorkerError as error:
-            raise click.ClickException(_of_program(error, words)) from error
+            first = next((f for f in error.errors if f is not None and f.rank == error.rank), None)
+            raise _of_program(error, words, math.prod(mesh_shape)) from (None if first is None else first.error)
     if report.is_same and not any(report.compared.values()):
         raise click.ClickException(
-            f"{program} left nothing to compare: it ran no module, and returned no tensor. Run a step, or return a "
-            "loss, (model, inputs) or (model, inputs, optimizer)."
+            f"{program} left nothing to compare: no module gave a tensor or a number, and the program returned not "
+            "one. Run a step, or return a loss, (model, inputs) or (model, inputs, optimizer)."
         )
     if as_json:
         print_json(_as_json(report))
@@ -129,33 +132,34 @@ def _refuse_plugins(program: str) -> None:
     )
 
 
-def _of_program(error: WorkerError, names: Sequence[str] | None) -> str:
-    """What the program raised, with the traceback of the first rank."""
+def _of_program(error: WorkerError, names: Sequence[str] | None, size: int) -> click.ClickException:
+    """What the program raised, with its own lines, and the rank that raised it first."""
     first = next((failure for failure in error.errors if failure is not None and failure.rank == error.rank), None)
     if first is None:
-        return str(error)
-    if first.kind in (click.ClickException.__name__, click.UsageError.__name__):
-        return str(first.message)
-    # What shardwise refuses on purpose is shown with the program's own lines alone.
-    text = _without_our_calls(first.traceback) if hasattr(errors, first.kind) else first.traceback
+        return click.ClickException(str(error))
+    where = _where_failed(error, size)
+    if first.kind in NO_ANSWER:
+        more = " --timeout SECONDS gives it longer." if first.kind == "hung" else ""
+        return click.ClickException(f"the program did not return {where}: {first.message}.{more}\n{first.traceback}")
+    is_ours = hasattr(errors, first.kind)
+    if first.kind in (click.ClickException.__name__, click.UsageError.__name__) or (
+        is_ours and first.message.startswith(f"{ASKED}:")
+    ):
+        return click.ClickException(str(first.message))
     hint = f" {TO_NAME}" if first.kind == errors.PlacementCountError.__name__ and not names else ""
-    return f"the program raised {first.kind}: {first.message}{hint}\n{text}".rstrip()
+    said = f"the program raised {first.kind} {where}: {first.message}".rstrip(": ")
+    own_mesh = OWN_MESH if is_of_meshes(first.traceback) else ""
+    return click.ClickException(
+        f"{said}{hint}\n{program_lines(first.traceback, on_purpose=is_ours)}{own_mesh}".rstrip()
+    )
 
 
-_OURS = f'  File "{Path(errors.__file__).parent}'
-
-
-def _without_our_calls(text: str) -> str:
-    """The frames of a traceback but for those in shardwise, and without the error, which is said already."""
-    kept, is_ours = [], False
-    for line in text.splitlines():
-        if line.startswith("  File "):
-            is_ours = line.startswith(_OURS)
-        elif not line.startswith("    "):
-            is_ours = True
-        if not is_ours:
-            kept.append(line)
-    return "\n".join(kept)
+def _where_failed(error: WorkerError, size: int) -> str:
+    """Of the processes that failed, those that did not only fail because another one had."""
+    if len(error.errors) == 1 and size > 1:
+        return "on one device"
+    kinds = {failure.rank: failure.kind for failure in error.errors if failure is not None}
+    return _on_ranks([rank for rank, kind in kinds.items() if kind == kinds[error.rank]], size)
 
 
 @contextmanager
@@ -184,8 +188,14 @@ def _on_ranks(ranks: Sequence[int], size: int) -> str:
 def _print(report: StepReport) -> None:
     shape, size = "x".join(map(str, report.mesh_shape)), math.prod(report.mesh_shape)
     counts = ", ".join(_count(report.compared[stage], stage) for stage in STAGES if report.compared.get(stage))
+    small = ""
+    if report.small_gradients:
+        small = (
+            f"\nAll gradients are below {report.small_gradients:.1e}, where rounding may be all there is: only what is "
+            "off by more than that is told. --double tells more."
+        )
     if report.is_same:
-        print_text(f"The same as on one device, on {size} ranks ({shape}): {counts}.")
+        print_text(f"The same as on one device, on {size} ranks ({shape}): {counts}.{small}")
         return
     if report.differences:
         rows = [
@@ -206,7 +216,7 @@ def _print(report: StepReport) -> None:
         print_text(_op_text(report))
     if report.error:
         print_text(f"The ranks then raised {report.error}")
-    print_text(f"Compared on {size} ranks ({shape}): {counts}.")
+    print_text(f"Compared on {size} ranks ({shape}): {counts or 'nothing'}.{small}")
 
 
 _COUNTED = {
@@ -216,6 +226,7 @@ _COUNTED = {
     "result": ("result", "of the program"),
     "gradients": ("gradient", ""),
     "parameters": ("parameter", "after the step"),
+    "buffers": ("buffer", "after the step"),
 }
 
 
@@ -240,15 +251,17 @@ def _op_text(report: StepReport) -> str:
             "every rank,\n  and distribute them."
         )
     if report.op is None:
+        more = report.more
+        also = f"\n  The ranks also run {more.op}{_at(more)}, which one device does not." if more is not None else ""
         return (
             "  No op on MeshTensors gives a wrong value there: look at what goes through to_local, from_local or "
-            "shardwise.local."
+            f"shardwise.local.{also}"
         )
     op, _ = report.op
     if op.place.what.startswith(f"{op.op} reads"):
         return (
             f"  The first op with a wrong value, {op.op}{_at(op)}, reads it, and no op before gave it: it\n"
-            "  comes through from_local or shardwise.local, or a plain tensor differs between ranks.\n"
+            "  comes through from_local or shardwise.local, or a plain tensor or a number of the program differs.\n"
             f"  {op.placements}: {op.found}"
         )
     rule = f"\n  by the rule of {op.rule}, rows {'; '.join(op.rows)}" if op.rule else ""
@@ -265,6 +278,7 @@ def _as_json(report: StepReport) -> dict[str, Any]:
             return None
         difference, ranks = one
         facts = asdict(difference)
+        del facts["position"]  # the list is in this order
         worst = None if difference.worst == math.inf else difference.worst
         return {**facts.pop("place"), **facts, "worst": worst, "ranks": list(ranks)}
 
@@ -274,5 +288,7 @@ def _as_json(report: StepReport) -> dict[str, Any]:
         "compared": report.compared,
         "differences": [described(one) for one in report.differences],
         "op": described(report.op),
+        "more": described(None if report.more is None else (report.more, ())),
+        "small_gradients": report.small_gradients,
         "error": report.error,
     }

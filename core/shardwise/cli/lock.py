@@ -30,6 +30,7 @@ from shardwise.program.lock_changes import (
 from shardwise.program.lock_file import HEAD, Lock, Row, read_lock
 from shardwise.program.lock_patterns import expanded
 from shardwise.tools.lock import Locked, is_ci, lock_step, save_lock
+from shardwise.tools.rehearse import dim_names
 from shardwise.tools.sites import shown_path
 
 __all__ = ["lock"]
@@ -69,7 +70,12 @@ def lock(
     in_ci = is_ci(os.environ)
     name = _program_name(step.text)
     asked = f"compare a step with {out}"
-    before = _before(out, must_exist=check or in_ci)  # before the step, which takes its time
+    # Before the step, which takes its time.
+    names = dim_names(step.mesh_shape, step.mesh_names)
+    limits = [read_budget(text, names) for text in budgets]
+    before = _before(out, must_exist=check or in_ci)
+    if before is not None and (check or in_ci):
+        before.check_fits(asked, name, names, step.mesh_shape)
     with program_errors(step.text), op_progress(shown=not as_json) as tell:
         decisions, of_learning = step.decisions(tell)
         now = lock_step(
@@ -82,9 +88,6 @@ def lock(
             plan_name=step.plan_name,
             tell=tell,
         )
-    limits = [read_budget(text, now.lock.mesh_names) for text in budgets]
-    if before is not None and (check or in_ci):
-        before.check_fits(asked, name, now.lock.mesh_names, now.lock.mesh_shape)
     exceeded = [limit for limit in limits if limit.used(now.lock) > limit.limit]
     outcome = Outcome(out, now, before, exceeded, compares=check or in_ci)
     if outcome.may_write:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from copy import copy
@@ -77,10 +78,10 @@ def refuse_to_overwrite(option: str, path: Path | None, head: bytes, what: str) 
     if path is None or not path.exists():
         return
     try:
-        begins = read_beginning(path, len(head))
+        begins = read_beginning(path, len(BOM_UTF8) + 2 * len(head)).removeprefix(BOM_UTF8).replace(b"\r\n", b"\n")
     except (OSError, ValueError) as error:
         raise click.UsageError(f"{option} {path}: {reason(error)}") from error
-    if begins not in (b"", head):
+    if begins and not begins.startswith(head):
         raise click.UsageError(f"{option} {path}: that file is not {what}, and it would be overwritten")
 
 

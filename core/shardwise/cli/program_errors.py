@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import click
 from shardwise.errors import PlacementCountError, ShardingError
 from shardwise.kernel.plurals import counted
 
-__all__ = ["TO_NAME", "check_takes", "naming_mesh_dims", "program_errors"]
+__all__ = ["OWN_MESH", "TO_NAME", "check_takes", "is_of_meshes", "naming_mesh_dims", "program_errors"]
 
 TO_NAME = "--names gives the mesh dims their names, as in --names dp,tp."
 """What to do where a program places by name and the command was given no names."""
@@ -40,7 +41,7 @@ def program_errors(program: str) -> Iterator[None]:
         if program_traceback(error) is None and not isinstance(error, SyntaxError):
             raise
         what = f"{program} raised {type(error).__name__}: {error}".rstrip(": ")
-        hint = _OWN_MESH if _is_of_meshes(error) else ""
+        hint = OWN_MESH if is_of_meshes("".join(traceback.format_tb(error.__traceback__))) else ""
         raise click.ClickException(f"{what}\n{traceback_text(error)}{hint}".rstrip()) from error
 
 
@@ -55,17 +56,17 @@ def naming_mesh_dims(names: object) -> Iterator[None]:
         raise type(error)(asked=error.asked, found=error.found, do=f"{error.do} {TO_NAME}", **error.fields) from error
 
 
-_OWN_MESH = (
+OWN_MESH = (
     "\nA program that is given a mesh makes no process group and no mesh of its own: use `mesh`, or mesh['tp'] for one "
     "of its dims."
 )
 
 
-def _is_of_meshes(error: BaseException) -> bool:
-    """Whether torch's code for meshes and process groups raised it."""
-    names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
+def is_of_meshes(calls: str) -> bool:
+    """Whether torch's code for meshes and process groups raised an error with this traceback."""
+    files = re.findall(r'^  File "(.*?)", line', calls, re.MULTILINE)[-1:]
     return any(
-        name.endswith(("torch/distributed/distributed_c10d.py", "torch/distributed/device_mesh.py")) for name in names
+        file.endswith(("torch/distributed/distributed_c10d.py", "torch/distributed/device_mesh.py")) for file in files
     )
 
 

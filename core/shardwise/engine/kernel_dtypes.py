@@ -313,7 +313,8 @@ def is_safe_to_ask(op: Op, values: Sequence[Any]) -> bool:
         return False
     if any(isinstance(spec, SymbolicSpec) for spec in _specs(values)) or sum(map(_places, _specs(values))) > _SMALL:
         return False
-    return not _reads_by_operands(op, _PLACES)
+    there = [arg.name for arg, value in zip(signature(op).args, values, strict=True) if value is not None]
+    return not any(part in arg.name for arg in signature(op).tensor_args if arg.name in there for part in _PLACES)
 
 
 def _raised(

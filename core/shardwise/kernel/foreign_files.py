@@ -47,8 +47,11 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, limit: int = LARGEST) -> str:
-    """The text of a file of UTF-8, with plain line ends. Raises :class:`OSError` and :class:`ValueError`."""
-    return read_bytes(path, limit).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    """The text of a file of UTF-8, with plain line ends, and without the mark that editors of Windows begin it with.
+
+    Raises :class:`OSError` and :class:`ValueError`.
+    """
+    return read_bytes(path, limit).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def load_json(text: str) -> Any:

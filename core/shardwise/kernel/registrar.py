@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +37,15 @@ class Later:
     origin: Origin
     rule: str | Callable[[Op], AnyRule]
     replaces: str | None = None
+
+    @property
+    def missing_module(self) -> str:
+        """The module of the rule where there is no such module; empty otherwise. Imports the packages around it."""
+        module = self.rule.partition(":")[0] if isinstance(self.rule, str) else ""
+        try:
+            return "" if not module or module in sys.modules or find_spec(module) is not None else module
+        except Exception:  # noqa: BLE001  # a package around it is missing, or raises whatever it likes
+            return module
 
     def entries(self, op: Op) -> list[Entry]:
         """Import or make the rule. Raises :class:`PluginLoadError` if there is none for this op."""

@@ -209,6 +209,15 @@ class Registry:
         for name, rules in sorted(self._later.items()):
             yield from ((_full(name), later.origin) for later in rules)
 
+    def missing_modules(self) -> dict[str, str]:
+        """The modules that are not there, by the full names of the ops whose rules they should have."""
+        return {
+            _full(name): late.missing_module
+            for name, rules in sorted(self._later.items())
+            for late in rules
+            if late.missing_module
+        }
+
     def early(self) -> set[Op]:
         """The ops that have a rule which was registered as a value; nothing is imported."""
         return {*self._entries, *self._overrides}

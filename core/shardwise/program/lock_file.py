@@ -15,7 +15,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from shardwise.errors import LockFileError, LockFitError, LockVersionError
-from shardwise.kernel.foreign_files import read_bytes, reason, short
+from shardwise.kernel.foreign_files import read_text, reason, short
 from shardwise.program.lock_patterns import collapsed, escaped, expanded, module_order, unescaped
 
 __all__ = ["CAUSES", "HEAD", "MEMORY", "Lock", "PHASES", "Row", "parse", "patterns_of", "read_lock"]
@@ -28,6 +28,7 @@ MEMORY = ("parameters", "buffers", "gradients", "optimizer", "kept", *(f"peak in
 
 HEAD = "# What one rank sends in a step. Written by `shardwise lock`, compared by `shardwise lock --check`."
 _COLUMNS = ("# times", "bytes", "kind", "mesh dims", "module", "op", "cause", "why")
+_MERGED = ("<<<<<<<", "|||||||", "=======", ">>>>>>>")
 _MOST_ROWS = 200_000  # that are read: a small file may stand for many
 _LONGEST = 500  # letters of what a message says of a line
 _RIGHT = 2  # so many columns are numbers
@@ -182,7 +183,7 @@ def parse(text: str, source: str) -> Lock:
 def read_lock(path: Path) -> Lock:
     """The content of a lockfile. Raises as :func:`parse`, also for a file that is not there or is not text."""
     try:
-        text = read_bytes(path).decode()
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise LockFileError(
             asked=f"read the lockfile {path}",
@@ -205,14 +206,17 @@ class _Reader:
         here: list[tuple[int, str]] | None = None
         end = None
         for number, line in enumerate(self.texts, 1):
-            section = re.match(r"\[(\w+)\]", line)
+            section = re.match(r"\[(\w+)\](?P<rest>.*)", line)
             if number <= len(_TOP) + 1 or not line.strip() or line.lstrip().startswith("#"):
                 continue
+            if line.startswith(_MERGED):
+                raise self.wrong(f"{line[:60]!r} is what a merge leaves where two versions differ", number)
             if end is not None:
                 raise self.wrong("nothing follows the end", number)
             if section is not None:
-                if section[1] not in ("memory", *PHASES) or section[1] in sections:
-                    raise self.wrong(f"[{section[1]}] has no place here", number)
+                rest = section["rest"].strip()
+                if section[1] not in ("memory", *PHASES) or section[1] in sections or rest.partition("#")[0]:
+                    raise self.wrong(f"{line[:60]!r} has no place here", number)
                 here = sections.setdefault(section[1], [])
             elif line.startswith("end "):
                 end = number

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import LayoutError
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.placements import Placement, check_placements
 from shardwise.kernel.recording import recording
@@ -35,6 +36,23 @@ def enter(tensor: Any, grad: Sequence[Placement], again: Sequence[Placement], fa
             fresh(tensor._local_tensor)
     part = split(tensor, tuple(grad), tuple(again))
     return part if factor == 1 else _times(part, float(factor))
+
+
+def fault_of_shapes(
+    parts: Sequence[Any],
+    mesh: Any,
+    layouts: Sequence[Sequence[Placement] | None],
+    shapes: Sequence[Sequence[int] | None],
+) -> str:
+    """What is wrong with this rank's parts of results of known global shapes; empty where nothing is."""
+    for i, (part, layout, shape) in enumerate(zip(parts, layouts, shapes, strict=True)):
+        if layout is None or shape is None:
+            continue
+        try:
+            spec_of_part(part, mesh, check_placements(layout, mesh.ndim, part.ndim), shape, None)
+        except LayoutError as error:
+            return f"result {i} has shape {tuple(part.shape)}, and {error.found}"
+    return ""
 
 
 @traceable

@@ -253,7 +253,9 @@ class LocalFunction:
         gradient. The ranks compare at the first call of its kind, or at each with ``shapes="agree"``.
         """
         asked = f"take the results of {self.name} by local"
-        do = "Return what outputs= says, from every rank."
+        told = self.shapes is not None and self.shapes != "agree"
+        of_shapes = ", and parts of tensors of the global shapes in shapes=" if told else ""
+        do = f"Return what outputs= says{of_shapes}, from every rank."
         known: list[Outcome] | None = None
         if key is not None and self.shapes != "agree":
             known = self._outcomes.now().get(key)
@@ -268,6 +270,8 @@ class LocalFunction:
             layouts = [None if entry is None else tuple(entry) for entry in entries]
             shapes = self._shapes(result, asked)
             fault = fault_of(flat, layouts)
+            if told and key is not None and not fault:  # some ranks may have the part that the shape gives them
+                fault = local_border.fault_of_shapes(flat, mesh, layouts, shapes)
         except LocalPlacementError as error:
             shapes, fault = [], error.found
         if key is None:

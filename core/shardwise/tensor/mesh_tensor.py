@@ -201,7 +201,8 @@ class MeshTensor(torch.Tensor):
         """The part of this rank; shares memory and is differentiable.
 
         ``grad_placements`` are the placements of the gradient whose parts are the local gradients; default: those of
-        this tensor, with partial read as replicated.
+        this tensor, with partial read as replicated. Autograd does not see a write to the part under ``no_grad`` or to
+        a detached part: after it, call ``torch.autograd.graph.increment_version(x)``.
         """
         if now_elsewhere:
             warn_of_another_layout(self)

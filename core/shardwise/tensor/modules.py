@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.layout_agreement import agree_on_plan
 from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
+from shardwise.comm.rank_failures import telling
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.replaced_parameters import new_of
 from shardwise.errors import (
@@ -57,6 +58,7 @@ at_module: list[Callable[[DeviceMesh], None]] = []
 """Called with the mesh when a module has been distributed: what stands above this package and wants to know."""
 
 
+@telling
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from shardwise.comm.rank_failures import tell
+from shardwise.comm.rank_failures import telling
 from shardwise.private_torch.tracing import graph_calls
 
 __all__ = ["traceable"]
@@ -29,15 +29,7 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
 
     The other ranks are told of its errors: every rank must call such a function, and some wait for each other in it.
     """
-
-    @wraps(function)
-    def told(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            tell(error, function.__name__)
-            raise
-
+    told = telling(function)
     _take_name(told, function)
     graph_calls.append(told)
     if _ALLOWS in sys.modules:  # something was compiled before this function's module was imported

@@ -18,6 +18,7 @@ from shardwise.program.lock_changes import difference_text, read_budget
 from shardwise.program.lock_file import read_lock
 from shardwise.steps.learned_step import learned_step
 from shardwise.tools.lock import is_ci, lock_step, save_lock
+from shardwise.tools.rehearse import dim_names
 
 __all__ = ["CommunicationLock"]
 
@@ -57,10 +58,11 @@ class CommunicationLock:
         shape = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh)
         path = self.path(name)
         program = f"{self.test_file.name}::{self.test}{name and f' {name}'}"
+        texts = [budgets] if isinstance(budgets, str) else budgets
+        limits = [read_budget(text, dim_names(shape, names)) for text in texts]
         by = learned_step(step, shape, names).decisions if learned else None
         now = lock_step(step, shape, names, name=program, plan=by)
-        texts = [budgets] if isinstance(budgets, str) else budgets
-        excess = [line for text in texts for line in read_budget(text, now.lock.mesh_names).excess_text(now.lock)]
+        excess = [line for limit in limits for line in limit.excess_text(now.lock)]
         if excess:
             pytest.fail("\n".join(excess))
         if self.update:

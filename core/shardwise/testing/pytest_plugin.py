@@ -69,9 +69,11 @@ def communication_lock(request: pytest.FixtureRequest) -> CommunicationLock:
     """``communication_lock(step, mesh)``: a step sends what the lockfile beside the test says.
 
     ``step(mesh)`` is as for ``shardwise lock``; ``mesh`` is ``{"dp": 2, "tp": 4}`` or ``(2, 4)``. The lockfile has the
-    name of the test's file and of the test. ``pytest --update-locks`` writes it, but not where CI is set.
+    name of the test's file, of the test, and of the class that the test is in. ``pytest --update-locks`` writes it, but
+    not where CI is set.
     """
     from shardwise.testing.locks import CommunicationLock  # few tests need what it imports
 
     update = bool(request.config.getoption("--update-locks", default=False))
-    return CommunicationLock(request.node.path, request.node.name, update)
+    classes = [node.name for node in request.node.listchain() if isinstance(node, pytest.Class)]
+    return CommunicationLock(request.node.path, ".".join([*classes, request.node.name]), update)

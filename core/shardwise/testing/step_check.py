@@ -16,14 +16,14 @@ from attrs import evolve, frozen
 
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.step_differences import Difference
-from shardwise.testing.step_values import Asked, StepRun, run_step_on_rank
+from shardwise.testing.step_values import ASKED, Asked, StepRun, run_step_on_rank
 
-__all__ = ["STAGES", "StepReport", "check_step"]
+__all__ = ["ASKED", "STAGES", "StepReport", "check_step"]
 
-STAGES = ("start", "inputs", "forward", "result", "gradients", "parameters")
+STAGES = ("start", "inputs", "forward", "result", "gradients", "parameters", "buffers")
 """The stages of a step whose values are compared, in order."""
 
-_WITH_OPS = frozenset({"forward", "gradients", "parameters"})
+_WITHOUT_OPS = frozenset({"start", "inputs"})
 
 Load = Callable[[str], Callable[..., Any]]
 
@@ -32,7 +32,9 @@ Load = Callable[[str], Callable[..., Any]]
 class StepReport:
     """What was compared, and what differs: each difference with the ranks that have it, in the order of the step.
 
-    ``op`` is the first op whose values differ in the stage of the first difference, ``None`` where none was found.
+    ``op`` is the first op whose values differ in the stage of the first difference, ``None`` where none was found;
+    ``more`` is then the first op that the ranks run and one device does not. ``small_gradients`` is not 0 where all
+    gradients are below it, so that they may be rounding alone.
     ``error`` is what the program raised on the ranks after the first difference, if it did.
     """
 
@@ -41,6 +43,8 @@ class StepReport:
     differences: tuple[tuple[Difference, tuple[int, ...]], ...] = ()
     op: tuple[Difference, tuple[int, ...]] | None = None
     error: str = ""
+    more: Difference | None = None
+    small_gradients: float = 0.0
 
     @property
     def is_same(self) -> bool:
@@ -100,24 +104,28 @@ def check_step(  # noqa: PLR0913  # what the command has options for
         asked = Asked(shape, dims, seed, "", writes=False, plan=plan, rtol=rtol, double=double)
         runs = run("the step", asked)
         report = StepReport(
-            shape, dict(runs[0].compared), _merged(runs), error=next((r.error for r in runs if r.error), "")
+            shape,
+            dict(runs[0].compared),
+            _merged(runs),
+            error=next((r.error for r in runs if r.error), ""),
+            small_gradients=runs[0].small_gradients,
         )
-        if report.first is None or report.first[0].place.stage not in _WITH_OPS:
+        if report.first is None or report.first[0].place.stage in _WITHOUT_OPS:
             return report
-        found = _merged(run("ops", evolve(asked, ops=report.first[0].place)))
-        return evolve(report, op=found[0] if found else None)
+        runs = run("ops", evolve(asked, ops=report.first[0].place))
+        found = _merged(runs)
+        return evolve(report, op=found[0] if found else None, more=next((r.more for r in runs if r.more), None))
 
 
 def _merged(runs: Sequence[StepRun]) -> tuple[tuple[Difference, tuple[int, ...]], ...]:
     """The differences of all ranks in the order of the step, each place once, with the worst figures."""
-    by_place: dict[Any, list[tuple[int, int, Difference]]] = {}
+    by_place: dict[Any, list[tuple[int, Difference]]] = {}
     for rank, one in enumerate(runs):
-        for number, difference in enumerate(one.differences):
-            by_place.setdefault(difference.place, []).append((number, rank, difference))
+        for difference in one.differences:
+            by_place.setdefault(difference.place, []).append((rank, difference))
     merged = []
     for entries in by_place.values():
-        worst = max((difference for _, _, difference in entries), key=lambda d: d.worst)
-        ranks = tuple(sorted({rank for _, rank, _ in entries}))
-        merged.append((STAGES.index(worst.place.stage), min(n for n, _, _ in entries), worst, ranks))
-    merged.sort(key=lambda one: one[:2])
-    return tuple((difference, ranks) for *_, difference, ranks in merged)
+        worst = max((difference for _, difference in entries), key=lambda d: d.worst)
+        merged.append((worst, tuple(sorted({rank for rank, _ in entries}))))
+    merged.sort(key=lambda one: one[0].position)
+    return tuple(merged)

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.redistribute import runner
 from shardwise.engine.decided import use_decisions
@@ -37,18 +39,27 @@ from shardwise.steps.learning import none_by_itself
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.on_mesh import on
 from shardwise.testing.step_differences import Compared, Difference, Kept, Place, Values
-from shardwise.tools.program import Phases, run_returned
+from shardwise.tools.program import Phases, run_returned, running_compiled_code_eagerly
+from shardwise.tools.spot_check import filled_memory
 
-__all__ = ["Asked", "StepRun", "run_step_on_rank"]
+__all__ = ["ASKED", "Asked", "StepRun", "run_step_on_rank"]
+
+ASKED = "check the program"
+"""How an error begins of a program that returns what cannot be run."""
 
 
 @frozen
 class StepRun:
-    """What one rank has to say of a step: its differences in order, and how many values of each stage it compared."""
+    """What one rank has to say of a step: its differences in order, and how many values of each stage it compared.
+
+    ``more`` and ``small_gradients`` are those of :class:`Compared`.
+    """
 
     differences: tuple[Difference, ...]
     compared: Mapping[str, int]
     error: str = ""
+    more: Difference | None = None
+    small_gradients: float = 0.0
 
 
 @frozen
@@ -85,8 +96,43 @@ def whole(value: Tensor) -> Tensor:
         return runner(plain, plain.with_placements((REPLICATE,) * spec.mesh.ndim))(local.detach())
 
 
-def _lies(values: Sequence[Tensor]) -> str:
-    return "; ".join(str(v.spec) if isinstance(v, MeshTensor) else f"plain {tuple(v.shape)}" for v in values)
+def _lies(values: Sequence[Any]) -> str:
+    return "; ".join(_lies_one(value) for value in values)
+
+
+def _lies_one(value: Any) -> str:
+    if isinstance(value, MeshTensor):
+        return str(value.spec)
+    return f"plain {tuple(value.shape)}" if isinstance(value, Tensor) else "number"
+
+
+@on(None)
+def _as_tensor(value: Any) -> Tensor:
+    """A number as a tensor: a float is no more exact than the tensors that it comes from."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() >= 64:  # noqa: PLR2004
+        value = float(value)
+    return torch.tensor(value)
+
+
+def _taken(values: Sequence[Any]) -> list[Tensor]:
+    return [whole(value) if isinstance(value, Tensor) else _as_tensor(value) for value in values]
+
+
+def _values_in(result: Any) -> Iterator[Any]:
+    """The tensors and numbers of what a module or a program returned, those of dataclasses, too."""
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, (Tensor, bool, int, float, complex)):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _values_in([getattr(leaf, part.name) for part in fields(leaf)])
+
+
+def _numbers_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, (bool, int, float, complex)):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _numbers_in(part)
 
 
 @define
@@ -123,10 +169,10 @@ class _Modules:
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         place = self.open.pop()
-        values = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        if self.takes and values:
+        values = list(_values_in(output)) if self.takes else []
+        if values:
             lies = _lies(values)
-            self.values.take(place, [whole(value) for value in values], lies)
+            self.values.take(place, _taken(values), lies)
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -148,6 +194,7 @@ class _Ops:
 
     def saw_plan(self, plan: Plan) -> None:
         self.plan = plan
+        _note_dtypes(self.values, plan)
 
     def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
         plan, self.plan = self.plan, None
@@ -157,22 +204,24 @@ class _Ops:
         facts: dict[str, Any] = {"op": name, "line": _line()}
         if plan is not None and plan.schema.op is op:
             facts |= {"rule": f"{plan.entry}", "rows": tuple(plan.names)}
-        read: list[MeshTensor] = []
+        read: list[Any] = []
         written: list[MeshTensor] = []
         for arg, value in zip(signature(op).args, signature(op).bind(args, kwargs or {}), strict=True):
-            (written if arg.written else read).extend(t for t in tensors_in(value) if isinstance(t, MeshTensor))
+            tensors = [t for t in tensors_in(value) if isinstance(t, MeshTensor)]
+            (written if arg.written else read).extend(tensors)
+            read.extend(_numbers_in(value))
         results = [t for t in tensors_in(result) if isinstance(t, MeshTensor)]
-        for what, tensors in (("reads", read), ("gives", [*results, *written])):
-            shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        for what, values in (("reads", read), ("gives", [*results, *written])):
+            shapes = ", ".join(str(list(t.shape)) for t in values if isinstance(t, Tensor))
             place = Place(self.of.stage, self.of.module, self.of.call, f"{name} {what} {shapes}")
-            if tensors:
-                self.values.take(place, [whole(t) for t in tensors], _lies(tensors), **facts)
+            if values:
+                self.values.take(place, _taken(values), _lies(values), **facts)
 
     def _is_inside(self) -> bool:
         if self.of.stage == "forward":
             return any((p.module, p.call) == (self.of.module, self.of.call) for p in self.modules.open)
-        wanted = {"gradients": "backward", "parameters": "optimizer"}.get(self.of.stage, "")
-        return self.phases.of_op() == wanted
+        wanted = {"gradients": "backward", "parameters": "optimizer"}.get(self.of.stage)
+        return wanted is None or self.phases.of_op() == wanted
 
     def redistributed(self, source: Any, result: Any) -> None: ...
     def accumulated(self, gradient: Any, leaf: Any, is_placed: bool) -> None: ...
@@ -197,44 +246,104 @@ def _line() -> str:
 
 
 @define
+class _Leaves:
+    """The recorder of a step: remembers what has a gradient."""
+
+    plan: Any = None
+    seen: dict[int, Any] = field(factory=dict)
+
+    def accumulated(self, _gradient: Any, leaf: Any, _is_placed: bool) -> None:
+        if leaf is not None:  # an id is one tensor's only while that lives
+            self.seen.setdefault(id(leaf), leaf)
+
+    def called(self, op: Op, args: Any, kwargs: Any, result: Any) -> None: ...
+    def redistributed(self, source: Any, result: Any) -> None: ...
+    def waits(self, gradient: Any, leaf: Any, placements: Any) -> None: ...
+    def trains(self, leaves: Sequence[Any]) -> None: ...
+    def read(self, tensor: Any) -> None: ...
+
+
+@define
 class _Watch:
-    """What :func:`run_returned` tells of a step that it runs."""
+    """What :func:`run_returned` tells of a step that it runs, and what a program that runs its steps itself does."""
 
     values: Values
     modules: _Modules
     takes: bool
     phases: Phases = field(factory=Phases)
-    parameters: dict[str, Tensor] = field(factory=dict)
+    leaves: _Leaves = field(factory=_Leaves)
+    is_returned: bool = False
+    steps: int = 0
+    has_gradients: bool = False
+    """Whether gradients were computed that no optimizer has stepped by."""
 
     def watching(self) -> ExitStack:
         return ExitStack()
 
     def begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.is_returned = True
         self.modules.begins(model)
-        self.parameters = dict(model.named_parameters())
         if self.takes:
-            for name, value in {**self.parameters, **dict(model.named_buffers())}.items():
+            for name, value in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
                 self.values.take(Place("start", what=name), [whole(value)], _lies([value]))
             inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             for number, value in enumerate(inputs):
                 self.values.take(Place("inputs", what=f"input {number}"), [whole(value)], _lies([value]))
 
     def first_gradients(self, roots: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.ones_like(t) for t in roots]
+        """Ones for a loss. Other results get numbers that differ: the sum of what softmax gives has no gradient."""
+        with preserved_state(), torch.random.fork_rng(devices=[]):
+            return [torch.ones_like(t) if t.ndim == 0 else torch.rand_like(t) for t in roots]
 
     def backward_ended(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002  # known by name
         self.take_gradients()
 
+    def _named(self) -> dict[str, Tensor]:
+        """What has or may have a gradient, by name: parameters of modules, then other leaves in their order."""
+        named: dict[str, Tensor] = {}
+        for root in self.modules.roots:
+            for name, parameter in root.named_parameters():
+                named.setdefault(f"{self.modules.names[id(root)]}.{name}".lstrip("."), parameter)
+        known = {id(value) for value in named.values()}
+        others = [leaf for number, leaf in self.leaves.seen.items() if number not in known]
+        return {**named, **{f"leaf {n} {list(leaf.shape)}": leaf for n, leaf in enumerate(others)}}
+
+    def saw(self, plan: Plan) -> None:
+        """An op runs by a plan."""
+        self.has_gradients = self.phases.of_op() == "backward" or self.has_gradients
+        _note_dtypes(self.values, plan)
+
+    def step_begins(self, *_: Any) -> None:
+        """An optimizer of a program that runs its steps itself: it may forget the gradients afterwards."""
+        if not self.is_returned:
+            self.take_gradients()
+            self.steps += 1
+
     def take_gradients(self) -> None:
-        for name, parameter in self.parameters.items():
+        self.has_gradients = False
+        for name, parameter in self._named().items():
             if self.takes and parameter.grad is not None:
                 grad = parameter.grad
-                self.values.take(Place("gradients", what=name), [whole(grad)], _lies([grad]))
+                self.values.take(Place("gradients", call=self.steps, what=name), [whole(grad)], _lies([grad]))
 
-    def take_parameters(self) -> None:
-        for name, parameter in self.parameters.items():
-            if self.takes:
-                self.values.take(Place("parameters", what=name), [whole(parameter)], _lies([parameter]))
+    def take_end(self) -> None:
+        """What the step leaves behind: parameters and buffers, and gradients by which no optimizer has stepped."""
+        if self.has_gradients and not self.is_returned:
+            self.take_gradients()
+        if not self.takes:
+            return
+        for name, parameter in self._named().items():
+            self.values.take(Place("parameters", what=name), [whole(parameter)], _lies([parameter]))
+        for root in self.modules.roots:
+            for name, value in root.named_buffers():
+                place = Place("buffers", what=f"{self.modules.names[id(root)]}.{name}".lstrip("."))
+                self.values.take(place, [whole(value)], _lies([value]))
+
+
+def _note_dtypes(values: Values, plan: Plan) -> None:
+    for spec in plan.outs:
+        if spec is not None:
+            values.saw(spec.tensor_meta.dtype)
 
 
 def run_step_on_rank(load: Callable[[str], Callable[..., Any]], program: str, asked: Asked) -> StepRun:
@@ -270,7 +379,9 @@ def run_step_on_rank(load: Callable[[str], Callable[..., Any]], program: str, as
         drop_plans()
     if not error:
         values.close()
-    return StepRun((), {}) if asked.writes else StepRun(tuple(values.differences), values.compared, error)
+    if asked.writes:
+        return StepRun((), {})
+    return StepRun(tuple(values.differences), values.compared, error, values.more, values.small_gradients)
 
 
 def _run(function: Callable[[DeviceMesh], Any], mesh: DeviceMesh, values: Values, asked: Asked) -> None:
@@ -280,33 +391,22 @@ def _run(function: Callable[[DeviceMesh], Any], mesh: DeviceMesh, values: Values
     watch = _Watch(values, modules, takes=asked.ops is None)
     with ExitStack() as stack:
         stack.enter_context(none_by_itself())
+        stack.enter_context(running_compiled_code_eagerly())
         stack.enter_context(watch.phases.followed())
         stack.enter_context(modules.followed())
+        stack.callback(register_optimizer_step_pre_hook(watch.step_begins).remove)
         if asked.ops is not None:
+            stack.enter_context(filled_memory())  # what nobody has written is no difference
             ops = _Ops(values, modules, watch.phases, asked.ops)
             stack.enter_context(record(ops))
             stack.enter_context(observe(ops.saw_plan))
         else:
-            stack.enter_context(observe(lambda _: _note_phase(watch.phases)))
+            stack.enter_context(record(watch.leaves))
+            stack.enter_context(observe(watch.saw))
         returned = function(mesh)
-        step = run_returned(returned, "check the program", watch)
+        step = run_returned(returned, ASKED, watch)
     if step is None:
-        _take_of_loop(watch, modules, returned)
-    else:
-        watch.take_parameters()
-
-
-def _note_phase(phases: Phases) -> None:
-    phases.of_op()
-
-
-def _take_of_loop(watch: _Watch, modules: _Modules, returned: Any) -> None:
-    """What a program that ran its step itself leaves behind: what it returned, gradients and parameters."""
-    for root in modules.roots:
-        for name, parameter in root.named_parameters():
-            watch.parameters.setdefault(f"{modules.names[id(root)]}.{name}".lstrip("."), parameter)
-    results = [t for t in pytree.tree_leaves(returned) if isinstance(t, Tensor)]
-    if watch.takes and results:
-        watch.values.take(Place("result", what="what the program returned"), list(map(whole, results)), _lies(results))
-    watch.take_gradients()
-    watch.take_parameters()
+        results = list(_values_in(returned)) if watch.takes else []
+        if results:
+            values.take(Place("result", what="what the program returned"), _taken(results), _lies(results))
+    watch.take_end()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-__all__ = ["program_traceback", "traceback_text"]
+__all__ = ["program_lines", "program_traceback", "traceback_text"]
 
 _OURS = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -48,3 +49,34 @@ def traceback_text(error: BaseException) -> str:
             hidden = 0
         lines += traceback.format_list([frame])
     return "".join(lines)
+
+
+def program_lines(text: str, *, on_purpose: bool) -> str:
+    """The calls of a program in the text of a traceback, as :func:`traceback_text` shows those of an error.
+
+    The error itself, which the text ends with, is left out; what a syntax error shows of a file is kept. ``on_purpose``
+    says that shardwise raised it, and that it is no mistake of shardwise.
+    """
+    frames = list(
+        re.finditer(r'^  File "(?P<file>.*?)", line .*\n(?:(?:    .*)?\n)*', f"{text.rstrip()}\n", re.MULTILINE)
+    )
+    if frames and frames[-1]["file"].startswith(_OURS):
+        if not on_purpose:
+            return "".join(frame[0] for frame in frames).rstrip()
+        last = next((n for n, frame in reversed(list(enumerate(frames))) if not _is_inside(frame["file"])), -1)
+        frames = frames[: last + 1]
+    lines: list[str] = []
+    hidden = 0
+    for frame in frames:
+        if _is_inside(frame["file"]) and frame is not frames[-1]:
+            hidden += bool(lines)
+            continue
+        if hidden:
+            lines.append(f"  ... {hidden} more inside of torch and shardwise ...\n")
+            hidden = 0
+        lines.append(frame[0])
+    return "".join(lines).rstrip()
+
+
+def _is_inside(file: str) -> bool:
+    return file.startswith((_OURS, _TORCH, "<frozen "))

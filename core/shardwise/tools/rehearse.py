@@ -51,6 +51,7 @@ __all__ = [
     "NO_OP",
     "RankWatch",
     "Rehearsal",
+    "dim_names",
     "fake_ranks",
     "follow",
     "refuse_empty",
@@ -187,7 +188,7 @@ def rehearse(
             do=f"Give a rank of the mesh, from 0 to {math.prod(mesh_shape) - 1}.",
             argument="rank",
         )
-    names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
+    names = dim_names(mesh_shape, mesh_names)
     before = in_force.now
     if isinstance(plan, StepPlan):
         plan.check_mesh("rehearse a program by a plan", mesh_shape, names)
@@ -214,6 +215,11 @@ def _rehearsed(
         mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(names))
         with fake_tensors(), as_on(device), watch.installed():
             return follow(program, mesh, watch)
+
+
+def dim_names(mesh_shape: Sequence[int], mesh_names: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of the mesh dims in a rehearsal: ``dim0``, ``dim1`` where none are given."""
+    return tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
 
 
 def check_program(asked: str, program: Any, mesh_shape: Any, mesh_names: Any, device: Any, tell: Any) -> None:

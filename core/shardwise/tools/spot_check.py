@@ -40,7 +40,7 @@ from shardwise.private_torch.tracing import is_recorded
 from shardwise.settings import read_settings
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["verify", "verify_if_asked"]
+__all__ = ["filled_memory", "verify", "verify_if_asked"]
 
 # Of the largest magnitude among operands and results, by the dtype of a result: a few (half precision) to some thousand
 # roundings. A wrong rule is wrong by far more.
@@ -137,7 +137,7 @@ def _checked(run: Callable[[], Any], op: Op, args: Sequence[Any], kwargs: Mappin
     ranks = mesh.mesh.flatten().tolist()
     _agree(op, args, kwargs, ranks)
     plans: list[Plan] = []
-    with torch.no_grad(), _filled_memory():
+    with torch.no_grad(), filled_memory():
         whole_args, whole_kwargs = _whole(args), _whole(kwargs)
         scale = _largest([*tensors_in([whole_args, whole_kwargs])])
         with observe(plans.append):
@@ -187,7 +187,7 @@ def _line() -> str:
 
 
 @contextmanager
-def _filled_memory() -> Iterator[None]:
+def filled_memory() -> Iterator[None]:
     """Fill memory that nobody writes with NaN, or the largest integer, while the context lasts."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():

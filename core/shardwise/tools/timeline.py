@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from shardwise.comm.events import Event, observe
-from shardwise.errors import CallError, TimelineFileError
+from shardwise.comm.rank_failures import tell
+from shardwise.errors import CallError, ShardingError, TimelineFileError
 from shardwise.kernel.arguments import check_path
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plurals import counted
@@ -35,19 +36,8 @@ __all__ = ["Timeline", "predicted_seconds", "timeline"]
 _MARK = "shardwise_timeline"
 
 
-@contextmanager
-def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) -> Iterator[Timeline]:
-    """Write a trace of what runs in the block, for Perfetto or Chrome, and for ``shardwise timeline``.
-
-    Each collective stands on the track of its mesh dims, with its module, line and reason, its seconds by the cost
-    model and as measured, and those that the program waited for it. Modules, optimizers and waits stand on the track of
-    the program. While the block runs, torch's profiler shows the waits under the same names.
-
-    The ranks in ``ranks`` record and write. One rank writes ``path``; of several, rank 3 writes ``step.rank3.json``.
-    The other ranks run as they would without it. The file is written also where the block raises. Raises
-    :class:`TimelineFileError` before the block if there is no such folder, and :class:`CallError` for other ranks than
-    numbers or ``"all"``.
-    """
+def _file_of(path: str | Path, ranks: Any) -> Path:
+    """The file, which can be written as far as can be seen before the block."""
     check_path("write a timeline", path, "path")
     file = Path(path)
     if not file.parent.is_dir():
@@ -70,6 +60,27 @@ def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) 
         raise CallError(
             asked=f"write a timeline of the ranks {ranks!r}", found="it is not a list", do='Pass "all" or (0,).'
         )
+    return file
+
+
+@contextmanager
+def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) -> Iterator[Timeline]:
+    """Write a trace of what runs in the block, for Perfetto or Chrome, and for ``shardwise timeline``.
+
+    Each collective stands on the track of its mesh dims, with its module, line and reason, its seconds by the cost
+    model and as measured, and those that the program waited for it. Modules, optimizers and waits stand on the track of
+    the program. While the block runs, torch's profiler shows the waits under the same names.
+
+    The ranks in ``ranks`` record and write. One rank writes ``path``; of several, rank 3 writes ``step.rank3.json``.
+    The other ranks run as they would without it. The file is written also where the block raises. Raises
+    :class:`TimelineFileError` before the block if there is no such folder, and :class:`CallError` for other ranks than
+    numbers or ``"all"``.
+    """
+    try:
+        file = _file_of(path, ranks)
+    except ShardingError as error:
+        tell(error, "timeline")  # the ranks that go on would wait for this one
+        raise
     has_group = dist.is_available() and dist.is_initialized()
     rank, count = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
     absent = [] if ranks == "all" else [r for r in ranks if not 0 <= r < count]
