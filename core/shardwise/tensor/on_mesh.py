@@ -32,7 +32,9 @@ from shardwise.kernel.dispatcher import dispatch_under_mode
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, signature
 from shardwise.private_torch.dispatch import OpMode, is_zero_tensor
+from shardwise.private_torch.modes import recording_mode
 from shardwise.private_torch.ops import draws, packet_name
+from shardwise.private_torch.tracing import enter_in_traces
 from shardwise.tensor.factories import empty, rand, randint, randn, randperm
 from shardwise.tensor.mesh_tensor import MeshTensor
 
@@ -69,6 +71,14 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
         if known:
             _know_results(op, args, kwargs, result, mesh)
         return result
+
+
+class _OnMeshInTrace(_OnMesh):  # type: ignore[no-untyped-call]  # as above
+    """What such a mode is while a graph is recorded: it leaves every op to the mode that records."""
+
+    def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        """Run one op as without the mode."""
+        return op(*args, **kwargs)
 
 
 def _know_results(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, mesh: DeviceMesh) -> None:
@@ -166,6 +176,30 @@ def _leave() -> None:
 
 
 @contextmanager
+def _asleep() -> Iterator[None]:
+    """Leave the ops of a graph that is recorded to the mode that records them. It lies below, so it would see the ops
+    on this rank's part alone, and take the part for a constant.
+    """
+    awake = [mode for mode in _entered.modes if type(mode) is _OnMesh]
+    # By the class, because torch finds the handlers of warm ops by it.
+    for mode in awake:
+        mode.__class__ = _OnMeshInTrace
+    try:
+        yield
+    finally:
+        for mode in awake:
+            mode.__class__ = _OnMesh
+
+
+enter_in_traces(_asleep)
+
+
+def _is_traced() -> bool:
+    """Whether a graph is made, by a compiler, or by a mode that records: these are not to see the mode."""
+    return torch.compiler.is_compiling() or recording_mode() is not None
+
+
+@contextmanager
 def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
     """Put the tensors that a program makes on a mesh, replicated, while the context lasts.
 
@@ -175,9 +209,10 @@ def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
     are compared where they meet a MeshTensor. ``on(None)`` switches it off, for code that works on this rank's part.
 
     The forward pass of a module that :func:`distribute_module` placed is in such a context already; generation loops,
-    loss functions and metrics are not. In compiled code it does nothing: there plain tensors count as replicated.
+    loss functions and metrics are not. In compiled code and in graphs of ``make_fx`` it does nothing: there plain
+    tensors count as replicated.
     """
-    if torch.compiler.is_compiling():  # which cannot trace the mode
+    if _is_traced():
         yield
         return
     if device_mesh is not None:
@@ -237,6 +272,7 @@ class _Hooks:
         # This frame has no name here: one that holds itself is a cycle, and keeps what the forward calculates.
         call = cast("FrameType", inspect.currentframe()).f_back
         enters = not _entered.modes or _entered.modes[-1].mesh not in (None, self.mesh)
+        enters = enters and recording_mode() is None
         mode = _enter(self.mesh) if enters else None
         if mode is not None:
             mode.call = call
