@@ -25,6 +25,7 @@ __all__ = [
     "calls_go_unseen",
     "calls_of",
     "GraphOp",
+    "count_inside_ops",
     "current_mesh",
     "default_store",
     "graph_all_gather",
@@ -328,6 +329,25 @@ class _InPlaceOf:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def count_inside_ops(cls: type) -> None:
+    """Have torch's ``CommDebugMode`` count the collectives inside of ops on ``cls``, as inside of those on ``DTensor``.
+
+    It knows ``DTensor`` by name, and runs the ops of any other class with itself off.
+    """
+    when_imported("torch.distributed.tensor.debug", lambda module: _count_inside_ops(module.CommDebugMode, cls))
+
+
+def _count_inside_ops(mode: Any, cls: type) -> None:
+    run = mode.__torch_dispatch__
+
+    def leave_to_class(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, cls) for kind in types):
+            return NotImplemented
+        return run(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = leave_to_class
 
 
 def is_staging(call: FrameType | None) -> bool:

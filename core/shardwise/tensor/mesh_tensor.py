@@ -40,6 +40,7 @@ from shardwise.private_torch.dispatch import (
     new_wrapper,
     support_foreach,
 )
+from shardwise.private_torch.distributed import count_inside_ops
 from shardwise.private_torch.scripts import interpret_scripts
 from shardwise.private_torch.sizes import make_known, write_formulas
 from shardwise.private_torch.tracing import (
@@ -476,6 +477,7 @@ leave_out_of_graphs(memory_access.data.fset)
 leave_out_of_graphs(memory_access.data_ptr)
 record_constants(MeshTensor, join_in_graph)
 fold_no_collectives()
+count_inside_ops(MeshTensor)
 take_plain_tangents(MeshTensor, plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)

@@ -32,7 +32,7 @@ from shardwise.kernel.dispatcher import dispatch_under_mode
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, signature
 from shardwise.private_torch.dispatch import OpMode, is_zero_tensor
-from shardwise.private_torch.modes import recording_mode
+from shardwise.private_torch.modes import count_modes, recording_mode
 from shardwise.private_torch.ops import draws, packet_name
 from shardwise.private_torch.tracing import enter_in_traces
 from shardwise.tensor.factories import empty, rand, randint, randn, randperm
@@ -71,6 +71,16 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
         if known:
             _know_results(op, args, kwargs, result, mesh)
         return result
+
+
+class _OnMeshOverModes(_OnMesh):  # type: ignore[no-untyped-call]  # as above
+    """One above modes of the program, which see its ops on whole tensors, as they do outside."""
+
+    def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one op, or hand it down."""
+        if any(issubclass(kind, MeshTensor) for kind in types):
+            return op(*args, **kwargs)
+        return super().run(op, types, args, kwargs)
 
 
 class _OnMeshInTrace(_OnMesh):  # type: ignore[no-untyped-call]  # as above
@@ -165,7 +175,8 @@ os.register_at_fork(after_in_child=_switch_off)
 
 
 def _enter(mesh: DeviceMesh | None) -> _OnMesh:
-    mode = _OnMesh(mesh)
+    # Torch finds the handlers of warm ops by the class, and these run an op without the modes below.
+    mode = _OnMesh(mesh) if count_modes() == len(_entered.modes) else _OnMeshOverModes(mesh)
     mode.__enter__()  # type: ignore[no-untyped-call]
     _entered.modes.append(mode)
     return mode
@@ -180,15 +191,15 @@ def _asleep() -> Iterator[None]:
     """Leave the ops of a graph that is recorded to the mode that records them. It lies below, so it would see the ops
     on this rank's part alone, and take the part for a constant.
     """
-    awake = [mode for mode in _entered.modes if type(mode) is _OnMesh]
+    awake = [(mode, type(mode)) for mode in _entered.modes]
     # By the class, because torch finds the handlers of warm ops by it.
-    for mode in awake:
+    for mode, _ in awake:
         mode.__class__ = _OnMeshInTrace
     try:
         yield
     finally:
-        for mode in awake:
-            mode.__class__ = _OnMesh
+        for mode, kind in awake:
+            mode.__class__ = kind
 
 
 enter_in_traces(_asleep)
