@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from shardwise.private_torch.parts import find_part
 from shardwise.private_torch.trees import tree_leaves
 
-__all__ = ["interpret_scripts"]
+__all__ = ["guard_archives", "interpret_scripts"]
 
 _jit: Any = torch.jit  # public names of it are not marked as exported
 
@@ -41,3 +42,52 @@ def _op_by_op(call: Any, cls: type) -> Any:
         return call(script, *args, **kwargs)
 
     return run
+
+
+def guard_archives(cls: type, refuse: Callable[[Any], Any]) -> None:
+    """Call ``refuse(tensor)`` before torch writes a script that holds a ``cls`` to a file or a buffer.
+
+    It copies the memory of each tensor below the dispatcher: that of a wrapper is at address 0, and the read ends the
+    interpreter. No public function is asked before.
+    """
+    # The first is the base of traced modules, with methods of its own.
+    for owner in ("torch.jit.ScriptModule", "torch.jit.RecursiveScriptModule", "torch.jit.ScriptFunction"):
+        script: Any = find_part(owner)
+        for name in _WRITE:
+            if hasattr(script, name):
+                setattr(script, name, _guarded(getattr(script, name), cls, refuse))
+
+
+_WRITE = ("save", "save_to_buffer", "_save_for_lite_interpreter", "_save_to_buffer_for_lite_interpreter")
+
+
+def _guarded(write: Any, cls: type, refuse: Callable[[Any], Any]) -> Any:
+    @wraps(write)
+    def run(script: Any, /, *args: Any, **kwargs: Any) -> Any:
+        for tensor in _held_by(script):
+            if isinstance(tensor, cls):
+                refuse(tensor)
+        return write(script, *args, **kwargs)
+
+    return run
+
+
+def _held_by(script: Any) -> Iterator[Any]:
+    """The tensors of a script: parameters, buffers, attributes that it reads, and constants of its graph."""
+    if isinstance(script, torch.nn.Module):
+        yield from script.parameters()
+        yield from script.buffers()
+        for module in script.modules():
+            yield from _read_in(getattr(module, "graph", None), module)
+    else:
+        yield from _read_in(script.graph, None)
+
+
+def _read_in(graph: Any, module: Any) -> Iterator[Any]:
+    for node in graph.nodes() if graph is not None else ():
+        for block in node.blocks():
+            yield from _read_in(block, module)
+        if node.kind() == "prim::GetAttr":
+            yield getattr(module, node.s("name"), None)
+        elif node.kind() == "prim::Constant" and "value" in node.attributeNames() and node.kindOf("value") == "t":
+            yield node.t("value")

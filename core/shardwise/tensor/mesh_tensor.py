@@ -41,7 +41,7 @@ from shardwise.private_torch.dispatch import (
     support_foreach,
 )
 from shardwise.private_torch.distributed import count_inside_ops
-from shardwise.private_torch.scripts import interpret_scripts
+from shardwise.private_torch.scripts import guard_archives, interpret_scripts
 from shardwise.private_torch.sizes import make_known, write_formulas
 from shardwise.private_torch.tracing import (
     SETS_MEMORY,
@@ -484,6 +484,7 @@ convert_through_data(MeshTensor)
 parametrize_through(MeshTensor, memory_access.give_values)
 take_control_flow(MeshTensor)
 interpret_scripts(MeshTensor)
+guard_archives(MeshTensor, memory_access.refuse_to_archive)
 refuse_placing_tools(MeshTensor)
 write_formulas()
 raise_as_they_are(ShardingError)
