@@ -349,3 +349,18 @@ def counts_collectives():
 
 def test_collectives_inside_of_ops_are_counted(pool):
     pool.run(counts_collectives)
+
+
+def written_by_debug_mode():
+    debug_mode = pytest.importorskip("torch.utils._debug_mode")
+    model, x = placed_blocks()
+    with debug_mode.DebugMode() as forward:
+        loss = model(x).square().mean()
+    with debug_mode.DebugMode() as backward:
+        loss.backward()
+    assert "aten::addmm" in forward.debug_string()
+    assert "aten::mm" in backward.debug_string()
+
+
+def test_debug_mode_writes_what_a_rank_computes(pool):
+    pool.run(written_by_debug_mode)

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import FrameType, ModuleType
 from typing import Any
@@ -332,14 +333,19 @@ class _InPlaceOf:
 
 
 def count_inside_ops(cls: type) -> None:
-    """Have torch's ``CommDebugMode`` count the collectives inside of ops on ``cls``, as inside of those on ``DTensor``.
+    """Have torch's ``CommDebugMode`` count the collectives inside of ops on ``cls``, as inside of those on ``DTensor``,
+    and its ``DebugMode`` write what this rank computes there.
 
-    It knows ``DTensor`` by name, and runs the ops of any other class with itself off.
+    They know ``DTensor`` by name, and run the ops of any other class with themselves off.
     """
-    when_imported("torch.distributed.tensor.debug", lambda module: _count_inside_ops(module.CommDebugMode, cls))
+    for module, name in (("torch.distributed.tensor.debug", "CommDebugMode"), ("torch.utils._debug_mode", "DebugMode")):
+        when_imported(module, partial(_count_inside_ops, name=name, cls=cls))
 
 
-def _count_inside_ops(mode: Any, cls: type) -> None:
+def _count_inside_ops(module: ModuleType, name: str, cls: type) -> None:
+    mode: Any = getattr(module, name, None)
+    if mode is None:
+        return  # it counts between ops alone
     run = mode.__torch_dispatch__
 
     def leave_to_class(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
