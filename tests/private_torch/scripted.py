@@ -79,3 +79,19 @@ for name, model in {"traced, then placed": traced, "placed, then traced": placed
         assert torch.equal(result.full_tensor(), expected), (name, result.full_tensor())
         result.sum().backward()
     assert torch.equal(model.inner.weight.grad.full_tensor(), 4 * torch.where(plain > 0, 2.0, plain.sign()) * plain)
+
+weight = sw.distribute_tensor(plain, mesh, [Shard(0)])
+
+
+class Offset(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return branched(x) * weight + 1.0
+
+
+for name, call in {
+    "a constant": torch.jit.trace(Offset().forward, plain),
+    "of a module": torch.jit.trace(Offset(), plain),
+}.items():
+    print(name, flush=True)
+    for _ in range(4):
+        assert torch.equal(call(plain).full_tensor(), expected * plain + 1.0), name

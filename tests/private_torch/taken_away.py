@@ -528,6 +528,7 @@ FALLBACKS = [
         preloaded,
         take=lambda *names: sys.modules.update(dict.fromkeys(names)),
     ),
+    Case(("torch.utils._debug_mode",), TRAINED, take=lambda *names: sys.modules.update(dict.fromkeys(names))),
     Case(("torch._C._set_print_stack_traces_on_fatal_signal",), shelf("crashes", "show_native_stacks"), take=hide),
     Case(
         ("torch._inductor.config",),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwise import MeshTensor, Partial, Replicate, Shard, distribute_tensor
+import shardwise as sw
+from shardwise import MeshTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from shardwise.testing import mesh
 
 ROUTES = [
@@ -165,3 +166,79 @@ def linearizes_alone(function):
 
 def test_linearized_moves(two_ranks):
     two_ranks.run(linearizes_moves)
+
+
+class Masked(torch.nn.Module):
+    """Makes tensors of its own in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        hidden = torch.nn.functional.gelu(self.up(x)) * torch.arange(8) + torch.zeros(4, 8)
+        return self.down(hidden.masked_fill(torch.ones(4, 8, dtype=torch.bool).tril(), 0.5))
+
+
+def is_linear_map(found, program, x, tangent):
+    for actual, wanted in zip(found, torch.func.jvp(program, (x,), (tangent,)), strict=True):
+        torch.testing.assert_close(actual.full_tensor(), wanted.full_tensor(), rtol=1e-12, atol=1e-12)
+
+
+def takes_modules():
+    m = mesh((2,))
+    torch.manual_seed(0)
+    model = distribute_module(Masked(), m, {"up.*": [Shard(0)]})
+    x, other, tangent = (distribute_tensor(numbers(seed), m, [Shard(0)]) for seed in (0, 1, 3))
+    for _ in range(2):  # warm ops have another way through the mode
+        wanted = model(other).full_tensor()
+    graph = make_fx(model)(x)
+    torch.testing.assert_close(graph(other).full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+    result, derivative = torch.func.linearize(model, x)
+    is_linear_map((result, derivative(tangent)), model, x, tangent)
+
+
+def test_a_placed_module(two_ranks):
+    """Its forward pass is under ``sw.on``. The graph takes the input for what it is."""
+    two_ranks.run(takes_modules)
+
+
+def takes_functions_on_a_mesh():
+    m = mesh((2,))
+    x, other, tangent = (distribute_tensor(numbers(seed), m, [Shard(0)]) for seed in (0, 1, 3))
+
+    def program(x):
+        return torch.nn.functional.gelu(x) * torch.arange(8)
+
+    def on_mesh(x):
+        with sw.on(m):
+            return program(x)
+
+    with sw.on(m):
+        wanted = [program(other).full_tensor() for _ in range(2)][-1]
+        inside = make_fx(program)(x)
+        result, derivative = torch.func.linearize(program, x)
+        assert type(torch.arange(8)) is MeshTensor  # it is on again
+    for graph in (inside, make_fx(on_mesh)(x)):
+        torch.testing.assert_close(graph(other).full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+    is_linear_map((result, derivative(tangent)), program, x, tangent)
+
+
+def test_a_trace_on_a_mesh(two_ranks):
+    two_ranks.run(takes_functions_on_a_mesh)
+
+
+def wakes_after_an_error():
+    m = mesh((2,))
+
+    def program(x):
+        raise ZeroDivisionError
+
+    with sw.on(m):
+        with pytest.raises(ZeroDivisionError):
+            make_fx(program)(numbers(0))
+        assert type(torch.arange(8)) is MeshTensor
+
+
+def test_a_trace_on_a_mesh_that_fails(two_ranks):
+    two_ranks.run(wakes_after_an_error)

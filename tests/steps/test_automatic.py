@@ -15,6 +15,7 @@ from test_training import TIGHT, floats
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardwise as sw
 from shardwise import Replicate, Shard
@@ -471,6 +472,55 @@ def test_a_program_of_which_only_the_step_is_compiled_is_learned(two_ranks):
     for compiled, counts, rounds in two_ranks.run(compiling_the_step):
         assert (compiled, rounds) == (1, 1)  # as often as on one device
         assert counts[-1] < 0.8 * counts[0]
+
+
+def saves_products(_context, op, *_args, **_kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointing(place):
+    """The losses of a program that recomputes a model by a policy, between others."""
+    torch.manual_seed(0)
+    first, model, last = (place(module.double()) for module in (nn.Linear(32, 32), Blocks(), nn.Linear(32, 8)))
+    optimizer = torch.optim.SGD([p for part in (first, model, last) for p in part.parameters()], 0.1)
+    losses = []
+    for _ in range(STEPS):
+        x = floats(8, 32)
+        hidden = first(x if place is as_one_device else sw.distribute_tensor(x, mesh((2, 2)), [Shard(0), Replicate()]))
+        hidden = checkpoint(
+            model,
+            hidden,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(saves_products),
+        )
+        optimizer.zero_grad()
+        loss = last(hidden).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def as_one_device(module):
+    return module
+
+
+def on_four(module):
+    weights = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
+    plan = {name: [Replicate(), Shard(turn % 2)] for turn, name in enumerate(weights)}
+    return sw.distribute_module(module, mesh((2, 2)), plan)
+
+
+def checkpointed():
+    with by_itself():
+        found = checkpointing(on_four)
+        assert learning.running().rounds == 1
+    assert found == pytest.approx(checkpointing(as_one_device), rel=1e-9)
+
+
+def test_a_program_with_selective_checkpoints_is_learned(pool):
+    """The recomputation moves other tensors than the forward pass did; the policy's mode sees neither."""
+    pool.run(checkpointed)
 
 
 def compiling():

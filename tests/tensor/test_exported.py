@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.errors import ArgumentError
+from shardwise.errors import ArgumentError, LayoutError
 from shardwise.testing import mesh
 
 
@@ -50,6 +51,52 @@ def traced():
 
 def test_a_traced_module_gives_what_the_module_gives(ranks):
     ranks.run(traced)
+
+
+def with_an_attribute(table):
+    class Attributed(torch.jit.ScriptModule):
+        """Holds a tensor that is neither a parameter nor a buffer."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = torch.jit.Attribute(table, torch.Tensor)
+
+        @torch.jit.script_method
+        def forward(self, x):
+            if bool(x.sum() > 0):
+                x = x @ self.table
+            return x
+
+    return Attributed()
+
+
+def saved(kind, tmp_path):
+    warnings.simplefilter("ignore")
+    model, x, placed, on_mesh = made()
+    table = sw.distribute_tensor(torch.eye(6), on_mesh.device_mesh, [Shard(0)])
+    script = {
+        "module": lambda: torch.jit.trace(placed, (on_mesh,)),
+        "constant": lambda: torch.jit.trace(lambda t: t @ table, (on_mesh,)),
+        "attribute": lambda: with_an_attribute(table),
+    }[kind]()
+    writes = [
+        lambda: torch.jit.save(script, io.BytesIO()),
+        script.save_to_buffer,
+        lambda: script.save(str(tmp_path / "a")),
+    ]
+    for write in writes:
+        with pytest.raises(LayoutError, match="save a TorchScript program that holds f32"):
+            write()
+    plain = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, (x,)), plain)
+    plain.seek(0)
+    torch.testing.assert_close(torch.jit.load(plain)(x), model(x))
+
+
+@pytest.mark.parametrize("kind", ["module", "constant", "attribute"])
+def test_a_script_with_tensors_on_a_mesh_is_not_written(two_ranks, kind, tmp_path):
+    """Torch would read address 0, which ends the interpreter, or write nothing."""
+    two_ranks.run(saved, kind, tmp_path)
 
 
 def scripted():

@@ -7,11 +7,16 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.comm.events import observe
 from shardwise.errors import ItemError
 from shardwise.testing import mesh
 
@@ -254,3 +259,108 @@ def fake_quantization():
 
 def test_training_that_is_aware_of_quantization(pool):
     pool.run(fake_quantization)
+
+
+# -- modes of the program ----------------------------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (aten.mm.default, aten.addmm.default):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+class Blocks(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) * torch.arange(x.shape[-1])
+        return x
+
+
+def placed_blocks():
+    m = mesh((2, 2))
+    model = sw.distribute_module(
+        Blocks(), m, {"blocks.*.1.*": [Replicate(), Shard(0)], "*.3.weight": [Shard(0), Shard(1)]}
+    )
+    return model, sw.distribute_tensor(torch.linspace(-1, 1, 48).view(6, 8), m, [Shard(0), Replicate()])
+
+
+def trains_under(modes, model, x):
+    """What the modes told of three steps."""
+    told = []
+    for _ in range(3):
+        with modes()[0] as flops, modes()[1] as products:
+            model(x).square().mean().backward()
+        told.append((flops.get_total_flops(), products.shapes))
+        model.zero_grad()
+    return told
+
+
+def modes_see_whole_tensors():
+    def modes():
+        return FlopCounterMode(display=False), Products()
+
+    model, x = placed_blocks()
+    assert trains_under(modes, model, x) == trains_under(modes, Blocks(), whole(x))
+    with Products() as outer, sw.on(mesh((2, 2))), Products() as inner:
+        assert type(torch.arange(3)) is sw.MeshTensor
+        assert (x @ torch.ones(8, 2)).placements
+    assert outer.shapes == inner.shapes == [(6, 2)]
+
+
+def test_modes_see_the_ops_of_a_forward_pass_on_whole_tensors(pool):
+    """As those of a backward pass."""
+    pool.run(modes_see_whole_tensors)
+
+
+def counts_collectives():
+    model, x = placed_blocks()
+    weight = model.blocks[0][3].weight.detach()
+    calls = {
+        "forward": lambda: model(x),
+        "backward": lambda: model(x).square().mean().backward(),
+        "op": lambda: (x @ weight.t()).relu().amax(),
+        "gather": lambda: whole(x),
+    }
+    for _ in range(2):  # a warm op has another way
+        for name, run in calls.items():
+            sent = []
+            with observe(sent.append), CommDebugMode() as counted:
+                run()
+            assert sent, name
+            assert counted.get_total_counts() == len(sent), name
+
+
+def test_collectives_inside_of_ops_are_counted(pool):
+    pool.run(counts_collectives)
+
+
+def written_by_debug_mode():
+    debug_mode = pytest.importorskip("torch.utils._debug_mode")
+    model, x = placed_blocks()
+    with debug_mode.DebugMode() as forward:
+        loss = model(x).square().mean()
+    with debug_mode.DebugMode() as backward:
+        loss.backward()
+    assert "aten::addmm" in forward.debug_string()
+    assert "aten::mm" in backward.debug_string()
+
+
+def test_debug_mode_writes_what_a_rank_computes(pool):
+    pool.run(written_by_debug_mode)

@@ -355,7 +355,8 @@ def _compare(asked: str, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Non
 
 
 _ALIKE = (
-    "Make it the same on every rank. Where each rank holds its own part, use "
+    "Make it the same on every rank: torch.zeros for torch.empty, whose values differ until they are written. Where "
+    "each rank holds its own part, use "
     "MeshTensor.from_local(t, mesh, placements); "
     "distribute_tensor(t, mesh, placements) sends the values of the first rank to all."
 )

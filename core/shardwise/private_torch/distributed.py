@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import FrameType, ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "calls_go_unseen",
     "calls_of",
     "GraphOp",
+    "count_inside_ops",
     "current_mesh",
     "default_store",
     "graph_all_gather",
@@ -328,6 +330,30 @@ class _InPlaceOf:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def count_inside_ops(cls: type) -> None:
+    """Have torch's ``CommDebugMode`` count the collectives inside of ops on ``cls``, as inside of those on ``DTensor``,
+    and its ``DebugMode`` write what this rank computes there.
+
+    They know ``DTensor`` by name, and run the ops of any other class with themselves off.
+    """
+    for module, name in (("torch.distributed.tensor.debug", "CommDebugMode"), ("torch.utils._debug_mode", "DebugMode")):
+        when_imported(module, partial(_count_inside_ops, name=name, cls=cls))
+
+
+def _count_inside_ops(module: ModuleType, name: str, cls: type) -> None:
+    mode: Any = getattr(module, name, None)
+    if mode is None:
+        return  # it counts between ops alone
+    run = mode.__torch_dispatch__
+
+    def leave_to_class(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, cls) for kind in types):
+            return NotImplemented
+        return run(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = leave_to_class
 
 
 def is_staging(call: FrameType | None) -> bool:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
-__all__ = ["is_python_dispatched", "is_run_now", "leave_modes", "outside_modes", "recording_mode", "tracer_now"]
+__all__ = [
+    "count_modes",
+    "is_python_dispatched",
+    "is_run_now",
+    "leave_modes",
+    "outside_modes",
+    "recording_mode",
+    "tracer_now",
+]
 
 recording_mode: Callable[[], Any] = partial(
     torch._C._get_dispatch_mode,
@@ -29,7 +37,8 @@ def outside_modes() -> AbstractContextManager[Any]:
     return leave_modes()
 
 
-_modes = torch._C._len_torch_dispatch_stack
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes are on in this thread. No public function says so."""
 _is_included, _PYTHON_DISPATCHER = (
     torch._C._dispatch_tls_is_dispatch_key_included,
     torch._C.DispatchKey.PythonDispatcher,
@@ -40,7 +49,7 @@ def is_run_now() -> bool:
     """Whether an op that is called now runs on values: no graph is traced, and no mode sees the op first and then calls
     it again.
     """
-    return not (_modes() or _is_included(_PYTHON_DISPATCHER))
+    return not (count_modes() or _is_included(_PYTHON_DISPATCHER))
 
 
 def is_python_dispatched() -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "assert_when_run",
     "constant_in_graphs",
     "end_graph",
+    "enter_in_traces",
     "fold_no_collectives",
     "graph_calls",
     "graph_that_is_made",
@@ -171,6 +172,30 @@ def _record_constants(module: Any, cls: type, join: Callable[[Any], tuple[torch.
         return wrap_traced(traced, tensors, tracer, pre_dispatch)
 
     module.proxy_call, module.wrap_key = proxy_call, wrap_key
+
+
+def enter_in_traces(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Have ``make_fx`` run what it traces in ``context()``. No public function is called where a trace begins.
+
+    A mode that a program has entered lies above the mode that records, whichever came first.
+    """
+    when_imported("torch.fx.experimental.proxy_tensor", partial(_enter_in_traces, context=context))
+
+
+def _enter_in_traces(module: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    wrap_traced = getattr(module, "wrap_key", None)
+    if wrap_traced is None:
+        return  # then make_fx takes no MeshTensors
+
+    def wrap_key(function: Callable[..., Any], tensors: Any, tracer: Any, pre_dispatch: bool) -> Any:
+        @wraps(function)
+        def traced(*inputs: Any) -> Any:
+            with context():
+                return function(*inputs)
+
+        return wrap_traced(traced, tensors, tracer, pre_dispatch)
+
+    module.wrap_key = wrap_key
 
 
 def fold_no_collectives() -> None:

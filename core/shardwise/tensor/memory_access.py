@@ -48,6 +48,7 @@ __all__ = [
     "new_empty",
     "pin_memory",
     "record_stream",
+    "refuse_to_archive",
     "refuse_to_lend",
     "refusing",
     "set_",
@@ -164,6 +165,16 @@ def refuse_to_lend(tensor: Any, asked: str) -> NoReturn:
         found="a plain tensor has one piece of memory, and each rank holds only its part",
         do="Use to_local() for this rank's part, or full_tensor(). A module holds a MeshTensor as it is: "
         "module.weight = nn.Parameter(x).",
+    )
+
+
+def refuse_to_archive(tensor: Any) -> NoReturn:
+    """Raise for a script that would be written with a MeshTensor in it."""
+    raise LayoutError(
+        asked=f"save a TorchScript program that holds {tensor._spec}",
+        found="torch writes the memory of its tensors, and each rank holds only its part",
+        do="Load {name: t.full_tensor() for name, t in model.state_dict().items()} into the model for one device, and "
+        "trace that; or save the state, as docs/checkpoints.md says.",
     )
 
 

@@ -40,7 +40,8 @@ from shardwise.private_torch.dispatch import (
     new_wrapper,
     support_foreach,
 )
-from shardwise.private_torch.scripts import interpret_scripts
+from shardwise.private_torch.distributed import count_inside_ops
+from shardwise.private_torch.scripts import guard_archives, interpret_scripts
 from shardwise.private_torch.sizes import make_known, write_formulas
 from shardwise.private_torch.tracing import (
     SETS_MEMORY,
@@ -477,12 +478,14 @@ leave_out_of_graphs(memory_access.data.fset)
 leave_out_of_graphs(memory_access.data_ptr)
 record_constants(MeshTensor, join_in_graph)
 fold_no_collectives()
+count_inside_ops(MeshTensor)
 take_plain_tangents(MeshTensor, plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
 parametrize_through(MeshTensor, memory_access.give_values)
 take_control_flow(MeshTensor)
 interpret_scripts(MeshTensor)
+guard_archives(MeshTensor, memory_access.refuse_to_archive)
 refuse_placing_tools(MeshTensor)
 write_formulas()
 raise_as_they_are(ShardingError)

@@ -32,7 +32,9 @@ from shardwise.kernel.dispatcher import dispatch_under_mode
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, signature
 from shardwise.private_torch.dispatch import OpMode, is_zero_tensor
+from shardwise.private_torch.modes import count_modes, recording_mode
 from shardwise.private_torch.ops import draws, packet_name
+from shardwise.private_torch.tracing import enter_in_traces
 from shardwise.tensor.factories import empty, rand, randint, randn, randperm
 from shardwise.tensor.mesh_tensor import MeshTensor
 
@@ -69,6 +71,24 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
         if known:
             _know_results(op, args, kwargs, result, mesh)
         return result
+
+
+class _OnMeshOverModes(_OnMesh):  # type: ignore[no-untyped-call]  # as above
+    """One above modes of the program, which see its ops on whole tensors, as they do outside."""
+
+    def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one op, or hand it down."""
+        if any(issubclass(kind, MeshTensor) for kind in types):
+            return op(*args, **kwargs)
+        return super().run(op, types, args, kwargs)
+
+
+class _OnMeshInTrace(_OnMesh):  # type: ignore[no-untyped-call]  # as above
+    """What such a mode is while a graph is recorded: it leaves every op to the mode that records."""
+
+    def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        """Run one op as without the mode."""
+        return op(*args, **kwargs)
 
 
 def _know_results(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, mesh: DeviceMesh) -> None:
@@ -155,7 +175,8 @@ os.register_at_fork(after_in_child=_switch_off)
 
 
 def _enter(mesh: DeviceMesh | None) -> _OnMesh:
-    mode = _OnMesh(mesh)
+    # Torch finds the handlers of warm ops by the class, and these run an op without the modes below.
+    mode = _OnMesh(mesh) if count_modes() == len(_entered.modes) else _OnMeshOverModes(mesh)
     mode.__enter__()  # type: ignore[no-untyped-call]
     _entered.modes.append(mode)
     return mode
@@ -163,6 +184,30 @@ def _enter(mesh: DeviceMesh | None) -> _OnMesh:
 
 def _leave() -> None:
     _entered.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _asleep() -> Iterator[None]:
+    """Leave the ops of a graph that is recorded to the mode that records them. It lies below, so it would see the ops
+    on this rank's part alone, and take the part for a constant.
+    """
+    awake = [(mode, type(mode)) for mode in _entered.modes]
+    # By the class, because torch finds the handlers of warm ops by it.
+    for mode, _ in awake:
+        mode.__class__ = _OnMeshInTrace
+    try:
+        yield
+    finally:
+        for mode, kind in awake:
+            mode.__class__ = kind
+
+
+enter_in_traces(_asleep)
+
+
+def _is_traced() -> bool:
+    """Whether a graph is made, by a compiler, or by a mode that records: these are not to see the mode."""
+    return torch.compiler.is_compiling() or recording_mode() is not None
 
 
 @contextmanager
@@ -175,9 +220,10 @@ def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
     are compared where they meet a MeshTensor. ``on(None)`` switches it off, for code that works on this rank's part.
 
     The forward pass of a module that :func:`distribute_module` placed is in such a context already; generation loops,
-    loss functions and metrics are not. In compiled code it does nothing: there plain tensors count as replicated.
+    loss functions and metrics are not. In compiled code and in graphs of ``make_fx`` it does nothing: there plain
+    tensors count as replicated.
     """
-    if torch.compiler.is_compiling():  # which cannot trace the mode
+    if _is_traced():
         yield
         return
     if device_mesh is not None:
@@ -237,6 +283,7 @@ class _Hooks:
         # This frame has no name here: one that holds itself is a cycle, and keeps what the forward calculates.
         call = cast("FrameType", inspect.currentframe()).f_back
         enters = not _entered.modes or _entered.modes[-1].mesh not in (None, self.mesh)
+        enters = enters and recording_mode() is None
         mode = _enter(self.mesh) if enters else None
         if mode is not None:
             mode.call = call
