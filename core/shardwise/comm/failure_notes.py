@@ -280,8 +280,8 @@ class World:
 @define(eq=False)
 class _Process:
     """What a process has: the number of the one whose thread watches (one that is forked from it has neither its thread
-    nor its rank), the current world, whether it is ending, what has the thread look at once, the last error that has
-    ended a thread, and the last call of ``sys.exit`` in the main thread.
+    nor its rank), the current world, whether it is ending, what has the thread look at once, and the last error that
+    has ended a thread.
     """
 
     watched: int | None = None
@@ -289,7 +289,6 @@ class _Process:
     is_ending: threading.Event = field(factory=threading.Event)
     wakes: threading.Event = field(factory=threading.Event)
     ended_thread: str = ""
-    exit_call: str = ""
 
 
 PROCESS = _Process()

@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import torch.distributed as dist
@@ -136,19 +136,6 @@ def _install() -> None:
         of_threads(args)
 
     threading.excepthook = remember_and_report
-    leave = sys.exit
-
-    def remember_and_leave(status: Any = None, /) -> NoReturn:
-        """Raise ``SystemExit``; Python tells nobody of it, neither a hook nor what runs at the end."""
-        if threading.current_thread() is threading.main_thread():
-            frame = inspect.currentframe()
-            caller = None if frame is None else frame.f_back
-            where = "" if caller is None else f" at {short_line(caller.f_code, caller.f_lasti)}"
-            what = "" if status is None else status if isinstance(status, int) else repr(str(status)[:500])
-            PROCESS.exit_call = f"it had called sys.exit({what}){where}"
-        leave(status)
-
-    sys.exit = remember_and_leave
     at_native_end(end_with_reason)
     atexit.register(_leave, watcher)
     Finalize(None, _leave, (watcher,), exitpriority=0)  # a process of multiprocessing ends without atexit
@@ -284,7 +271,6 @@ def _wait_for_the_same_error(world: World) -> None:
 
 def start_anew() -> None:
     """Withdraw this rank's note without waiting: every rank has ended what it did."""
-    PROCESS.exit_call = ""
     world = current_world()
     if world is not None:
         world.forget_calls()
@@ -308,9 +294,8 @@ def _last_error(world: World) -> str:
     """What a rank says of the last error that has not ended its program."""
     if world.own is not None and world.own.kind != ENDED:
         where = f" in {world.own.op}" if world.own.op else ""
-        caught = f"it had caught {world.own.kind}{where}, {world.own.message}"
-        return "; ".join(filter(None, (caught, PROCESS.exit_call)))
-    return "; ".join(filter(None, (PROCESS.ended_thread, PROCESS.exit_call)))
+        return f"it had caught {world.own.kind}{where}, {world.own.message}"
+    return PROCESS.ended_thread
 
 
 def groups_are_closed() -> bool:
