@@ -73,7 +73,9 @@ _NAMES = {
     "tools.visualize": ("visualize",),
 }
 _PACKAGES = ("checkpoint", "errors", "random", "testing")
-_WHERE = {name: module for module, names in _NAMES.items() for name in names}
+# What other libraries look up here, and no program: not in __all__.
+_FOR_LIBRARIES = {"tensor.array_functions": ("einsum", "tensordot", "transpose")}
+_WHERE = {name: module for module, names in (_NAMES | _FOR_LIBRARIES).items() for name in names}
 
 # Names that people look for here, and where to find what they are for.
 _ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""How many elements fall where: histograms, and counts of integers."""
+"""How many elements fall where: histograms, counts of integers, and where the rows of sorted indices begin."""
 
 from __future__ import annotations
 
@@ -68,4 +68,17 @@ def COUNTS() -> Flow:
     return Flow([None], [None])
 
 
-RULES = (HISTC, WHOLE, EDGES, COUNTS)
+@rule_from(
+    [
+        aten._convert_indices_from_coo_to_csr.default,
+        aten._convert_indices_from_coo_to_csr.out,
+        aten._convert_indices_from_csr_to_coo.default,
+        aten._convert_indices_from_csr_to_coo.out,
+    ]
+)
+def ROWS() -> Flow:
+    """R -> R: where rows of sorted indices begin, and back; torch does not check the order, so it needs all indices."""
+    return Flow([None], [None])
+
+
+RULES = (HISTC, WHOLE, EDGES, COUNTS, ROWS)

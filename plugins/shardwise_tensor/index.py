@@ -8,8 +8,8 @@ MODULES = {
         aten::lift_fresh_copy aten::zero
     """,
     "shardwise_tensor.counting": """
-        aten::_histogramdd_bin_edges aten::_histogramdd_from_bin_cts aten::_histogramdd_from_bin_tensors
-        aten::bincount aten::histc aten::histogram
+        aten::_convert_indices_from_coo_to_csr aten::_convert_indices_from_csr_to_coo aten::_histogramdd_bin_edges
+        aten::_histogramdd_from_bin_cts aten::_histogramdd_from_bin_tensors aten::bincount aten::histc aten::histogram
     """,
     "shardwise_tensor.creating": """
         aten::empty_like aten::fill aten::full_like aten::linspace aten::logspace aten::new_empty

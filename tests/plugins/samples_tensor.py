@@ -565,6 +565,13 @@ SAMPLES |= {
     aten._chunk_cat.default: chunked,
     aten.histc.default: lambda: [((x, 5, *b), {}) for x in (made((5, 7)), made((9,))) for b in ((), (-1, 2))],
     aten.bincount.default: lambda: [((index((9,), 5),), {}), ((index((9,), 5), made((9,))), {})],
+    aten._convert_indices_from_coo_to_csr.default: lambda: [
+        ((index((9,), 5).sort().values, 5), {}),
+        ((index((8,), 3), 6), {"out_int32": True}),
+    ],
+    aten._convert_indices_from_csr_to_coo.default: lambda: [
+        ((torch.tensor([0, 2, 2, 5, 8]), index((8,), 4)), kwargs) for kwargs in ({}, {"transpose": True})
+    ],
     aten.histogram.bin_ct: lambda: [((made((5, 7)), 4), {}), ((made((5, 7)), 3), {"weight": made((5, 7)).abs()})],
     aten.histogram.bins_tensor: lambda: [((made((5, 7)), torch.tensor([-1.0, 0.0, 2.0])), {"density": True})],
     aten._histogramdd_bin_edges.default: lambda: [((x, [3, 4]), {}) for x in POINTS()],

@@ -212,6 +212,49 @@ def test_parameters_that_were_computed_on_the_mesh_are_placed(two_ranks):
     two_ranks.run(computed_on_the_mesh)
 
 
+class WithSparseBuffers(nn.Module):
+    """Lists of places as sparse masks, which the forward pass does not read, or reads dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small()
+        self.register_buffer("heads", torch.eye(3).bool().to_sparse(), persistent=False)
+        self.inner.register_buffer("rows", torch.eye(4, dtype=torch.float64).to_sparse_csr())
+
+    def forward(self, x):
+        return self.inner(x @ self.inner.rows.to_dense())
+
+
+def sparse_buffers_stay_plain():
+    on = on_two()
+    heads = torch.eye(3).bool()
+    for patterns in ({}, {"inner.0.*": Shard(0)}, {"*": [Shard(0)]}, {"inner.*": [Shard(0)], "heads*": [R]}):
+        model, alone = WithSparseBuffers(), WithSparseBuffers()
+        sw.distribute_module(model, on, patterns)
+        assert torch.equal(model.heads.to_dense(), heads)
+        assert (type(model.heads), model.heads.layout) == (torch.Tensor, torch.sparse_coo)
+        assert (type(model.inner.rows), model.inner.rows.layout) == (torch.Tensor, torch.sparse_csr)
+        assert "heads" not in model.state_dict()
+        assert all(isinstance(p, MeshTensor) for p in model.parameters())
+        x = torch.arange(8, dtype=torch.float64).reshape(2, 4)
+        out = model(sw.distribute_tensor(x, on, [Shard(0)]))
+        out.sum().backward()
+        alone(x).sum().backward()
+        torch.testing.assert_close(out.full_tensor(), alone(x), **TIGHT)
+        for one, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), whole.grad, **TIGHT)
+    with pytest.raises(LayoutError, match="sparse_coo"):
+        sw.distribute_module(WithSparseBuffers(), on, {"heads": [R]})
+    by_hand = nn.Module()
+    by_hand.weight = nn.Parameter(torch.eye(4).to_sparse())
+    with pytest.raises(LayoutError, match="sparse_coo"):
+        sw.distribute_module(by_hand, on)
+
+
+def test_sparse_buffers_stay_plain(two_ranks):
+    two_ranks.run(sparse_buffers_stay_plain)
+
+
 def dtensors():
     on, whole = on_two(), torch.arange(16.0).view(4, 4)
     theirs = dtensor.distribute_tensor(whole, on, [Shard(0)])

@@ -349,7 +349,8 @@ def refused_collective(name: str) -> NoRuleError:
     return NoRuleError(
         asked=f"run {name} on a MeshTensor",
         found="collectives of torch.distributed work on tensors of one rank, and this one lies on all",
-        do="Say where it shall lie, with x.redistribute(placements=...) or x.full_tensor(), or call the "
-        "collective on x.to_local().",
+        do="Leave it out where it gathers or adds up what ranks have, for x is the whole already (a layer may have an "
+        "option for that, as sync_codebook=False). Else say where x shall lie, with x.redistribute(placements=...) or "
+        "x.full_tensor(), or call the collective on x.to_local().",
         op=name,
     )

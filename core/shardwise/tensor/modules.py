@@ -75,7 +75,8 @@ def distribute_module(
     ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
     mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
     Tensors without a match are replicated. Parameters that were made under :func:`shardwise.on` are placed as plain
-    ones. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``, or a plan of the whole step
+    ones. A buffer that is not strided (sparse, of mkldnn) stays a plain tensor, unless a pattern is its full name.
+    ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``, or a plan of the whole step
     (:func:`shardwise.plan`, or the name of its file): it places every parameter and buffer, and its decisions hold
     for all calls from here on. With ``loose``, a parameter that the plan does not place is replicated and a line
     that fits nothing is left out, each with a :class:`PlanFitWarning`; else they are errors.
@@ -142,11 +143,13 @@ def _patterns_of(partition: Any, module: nn.Module, mesh: DeviceMesh, loose: boo
     """The placements by pattern that a partition says; a function of submodules is called, and says none."""
     kind = type(module).__name__
     names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
-    names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    names += [n for n, _ in buffers]
     if isinstance(partition, (str, os.PathLike)):
         partition = read_plan(partition)
     if isinstance(partition, StepPlan):
-        partition = _install(partition, kind, names, mesh, loose)
+        undivided = {n for n, b in buffers if _has_no_parts(b)}
+        partition = _install(partition, kind, [n for n in names if n not in undivided], mesh, loose)
     elif loose:
         raise PlanError(
             asked=f"distribute a {kind} with loose=True",
@@ -295,7 +298,11 @@ def _replace_tensors(
                 check_placed(name, earlier, mesh, patterns)
                 by_id[id(tensor)] = earlier
             elif not is_known:
-                places = placements_for(names_of.get(id(tensor), [name]), tensor, mesh, patterns)
+                names = names_of.get(id(tensor), [name])
+                if not isinstance(tensor, nn.Parameter) and _has_no_parts(tensor) and patterns.keys().isdisjoint(names):
+                    setattr(submodule, key, tensor.to(mesh.device_type))
+                    continue
+                places = placements_for(names, tensor, mesh, patterns)
                 by_id[id(tensor)] = _placed(tensor, mesh, places, src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
                 note_placed(by_id[id(tensor)]._local_tensor)
@@ -305,6 +312,11 @@ def _replace_tensors(
                 if in_force.decisions is not None:
                     tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
             setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was
+
+
+def _has_no_parts(tensor: torch.Tensor) -> bool:
+    """Whether placements cannot say which part of it a rank has: it is sparse, or its memory is opaque."""
+    return not isinstance(tensor, MeshTensor) and tensor.layout is not torch.strided
 
 
 def _placed(tensor: Any, mesh: DeviceMesh, places: Sequence[Placement], src_data_rank: int | None) -> MeshTensor:
