@@ -10,6 +10,7 @@ PAGE = (ROOT / "docs" / "cuda.md").read_text()
 # By file of a plugin: the words of the page's table that stand for what it reads from the device.
 READS = {
     "plugins/shardwise_linalg/batches.py": "`linalg` ops that can fail",
+    "plugins/shardwise_loss/classes.py": "a target out of range",
     "plugins/shardwise_pointwise/scaling.py": "a large partial tensor divided",
     "plugins/shardwise_random/categories.py": "`multinomial`",
     "plugins/shardwise_random/parameters.py": "`bernoulli`, `normal`",
