@@ -85,26 +85,28 @@ def with_indices_of_the_program(*, wraps: bool = False) -> Callable[[Lowering], 
     return decorate
 
 
-def _pairs(ndim: int, where: int | Sequence[Tensor | None], index: Any = None) -> list[tuple[int, Tensor]]:
-    """The indices with their dims."""
+def _pairs(ndim: int, where: int | Sequence[Tensor | None], index: Any = None) -> list[tuple[int, int, Tensor]]:
+    """The indices with their dims, and the number that torch's error gives the dim: of several, that of the index."""
     if isinstance(where, int):
-        return [(dim_of(where, ndim), index)]
-    return [(dim, index) for dim, index in enumerate(where) if index is not None]
+        dim = dim_of(where, ndim)
+        return [(dim, dim, index)]
+    indexed = ((dim, index) for dim, index in enumerate(where) if index is not None)
+    return [(dim, number, index) for number, (dim, index) in enumerate(indexed)]
 
 
-def _of_whole(text: str, shape: Sequence[int], pairs: Sequence[tuple[int, Tensor]], wraps: bool) -> str:
-    """The text of an error with the first index that no rank has and the size of the whole dim."""
+def _of_whole(text: str, shape: Sequence[int], pairs: Sequence[tuple[int, int, Tensor]], wraps: bool) -> str:
+    """The text of an error with the first index that no rank has, its dim, and the size of the whole dim."""
     found = _OUT_OF_RANGE.search(text)
     if found is None:
         return text
-    dim, index = pairs[int(found["dim"] or 0)] if len(pairs) > 1 else pairs[0]  # torch counts the indices
-    total = shape[dim]
-    outside = index[(index < (-total if wraps else 0)) | (index >= total)]
-    if not outside.numel():
-        return text
-    names = ("index", "size") if found["id"] is None else ("id", "axis_dim")
-    for name, value in zip(reversed(names), (total, outside.flatten()[0].item()), strict=True):
-        text = f"{text[: found.start(name)]}{value}{text[found.end(name) :]}"
+    named = [pair for pair in pairs if found["dim"] is not None and pair[1] == int(found["dim"])]
+    for dim, number, index in (*named, *pairs):  # look_up names the dim among all
+        outside = index[(index < (-shape[dim] if wraps else 0)) | (index >= shape[dim])]
+        if outside.numel():
+            values = {"index": outside[0], "id": outside[0], "dim": number, "size": shape[dim], "axis_dim": shape[dim]}
+            for name in sorted(filter(found.group, values), key=found.start, reverse=True):
+                text = f"{text[: found.start(name)]}{int(values[name])}{text[found.end(name) :]}"
+            return text
     return text
 
 

@@ -425,6 +425,8 @@ def told_as_on_one_device():
         lambda x, _: x[[0, -9]],
         lambda x, y: x[:, y(at)],
         lambda x, y: x[y(torch.tensor([0, 1])), y(torch.tensor([1, -7]))],
+        lambda x, y: x[None][:, y(torch.tensor([0, 1])), y(torch.tensor([1, -7]))],
+        lambda x, y: x[None][:, y(torch.tensor([0, 9])), y(torch.tensor([1, 1]))],
         lambda x, y: x.index_put((y(at),), y(torch.tensor(1.0))),
         lambda x, y: x.clone().__setitem__(y(at), 1.0),
         lambda x, y: x.index_select(0, y(at)),
@@ -453,6 +455,19 @@ def told_as_on_one_device():
             assert str(found.value) == str(expected.value), number
 
 
+def told_by_a_rank_without_a_part():
+    """Three rows or columns on four ranks: the last rank has none, and does not ask a kernel."""
+    x, first, second = whole(2, 4, 3), torch.tensor([0, 1]), torch.tensor([0, 9])
+    for on, places in (((4,), [Shard(1)]), ((4,), [Shard(2)]), ((2, 2), [Shard(2), Shard(2)])):
+        grid = mesh(on)
+        for indices in ((first, second), (second, first)):
+            with pytest.raises(IndexError) as expected:
+                x[:, indices[0], indices[1]]
+            with pytest.raises(IndexError) as found:
+                sw.distribute_tensor(x, grid, places)[:, indices[0], indices[1]]
+            assert str(found.value) == str(expected.value), (places, indices)
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -466,6 +481,7 @@ def told_as_on_one_device():
         other_devices,
         out_of_range,
         told_as_on_one_device,
+        told_by_a_rank_without_a_part,
     ],
 )
 def test_on_ranks(pool, program):
