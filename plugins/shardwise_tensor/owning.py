@@ -103,9 +103,11 @@ def _of_whole(text: str, shape: Sequence[int], pairs: Sequence[tuple[int, int, T
     for dim, number, index in (*named, *pairs):  # look_up names the dim among all
         outside = index[(index < (-shape[dim] if wraps else 0)) | (index >= shape[dim])]
         if outside.numel():
-            values = {"index": outside[0], "id": outside[0], "dim": number, "size": shape[dim], "axis_dim": shape[dim]}
-            for name in sorted(filter(found.group, values), key=found.start, reverse=True):
-                text = f"{text[: found.start(name)]}{int(values[name])}{text[found.end(name) :]}"
+            first, size = int(outside[0]), shape[dim]
+            values = {"index": first, "id": first, "dim": number, "size": size, "axis_dim": size}
+            there = [name for name in values if found[name] is not None]
+            for name in sorted(there, key=found.start, reverse=True):
+                text = f"{text[: found.start(name)]}{values[name]}{text[found.end(name) :]}"
             return text
     return text
 
