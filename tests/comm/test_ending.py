@@ -24,7 +24,7 @@ def long_question(world, now):
 
 
 waiting_ranks._look = long_question
-waiting_ranks.current_world = lambda: SimpleNamespace(failure=None, compiles=False, store_is_gone=lambda: True)
+waiting_ranks.current_world = lambda: SimpleNamespace(failure=None, compiles=False, final={0: None})
 rank_failures._install()  # as the first process group of several ranks does
 assert asked.wait(30)
 print([t.name for t in threading.enumerate() if t.name == NAME])

@@ -16,7 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.comm.failure_notes import GONE, World
-from shardwise.comm.gone_processes import Process, _place, absent_rank, gone_rank, learn_processes, tell_process
+from shardwise.comm.gone_processes import _place, absent_rank, gone_rank, learn_processes, tell_process
+from shardwise.comm.processes import Process
+from shardwise.comm.shared_store import SharedStore
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def test_a_number_that_another_process_has_now_does_not_hide_that_one_is_gone() 
 
 
 def world_of(store: dist.Store, rank: int) -> World:
-    return World(store, rank, 3, "test", lambda: None)
+    return World(SharedStore(store, 3), rank, 3, "test", lambda: None)
 
 
 @needs_proc
@@ -90,7 +92,7 @@ def test_the_rank_of_a_process_that_is_gone_is_named() -> None:
 
 def test_ranks_that_never_came_are_named_and_those_of_other_hosts_that_came_are_not() -> None:
     store = dist.HashStore()
-    world = World(store, 1, 4, "test", lambda: None)
+    world = World(SharedStore(store, 4), 1, 4, "test", lambda: None)
     assert absent_rank(world, range(4), 0) is None, "nobody has written"
     tell_process(world)
     store.append("test/processes", '[0, "another host", 1, ""]\n')

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.comm import native_end
 from shardwise.comm.failure_notes import GONE, PROCESS, Note, World
+from shardwise.comm.shared_store import SharedStore
 from shardwise.errors import RankDisagreementError
 from shardwise.private_torch.native_ends import at_native_end, leave_native_ends
 
@@ -115,7 +116,7 @@ def test_what_was_in_force_before_is_in_force_again() -> None:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """That of this process, which is rank 1 of two."""
-    here = World(dist.HashStore(), 1, 2, "test", lambda: None)
+    here = World(SharedStore(dist.HashStore(), 2), 1, 2, "test", lambda: None)
     monkeypatch.setattr(native_end, "current_world", lambda: here)
     monkeypatch.setattr(native_end, "_LOOKS", 0.2)
     return here

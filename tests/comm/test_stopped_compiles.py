@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.comm.failure_notes import Note, World
+from shardwise.comm.shared_store import SharedStore
 from shardwise.comm.stopped_compiles import raised_as, stop_compiling
 from shardwise.errors import RankFailedError
 
@@ -58,7 +59,7 @@ def test_a_thread_is_stopped_only_inside_a_compiler(monkeypatch: pytest.MonkeyPa
             assert compiles.is_outside.wait(60)
 
     monkeypatch.setattr(World, "give_up", give_up)
-    world = World(store=None, rank=0, size=2, prefix="", default_group=lambda: None, final={1: NOTE})
+    world = World(store=SharedStore(None, 2), rank=0, size=2, prefix="", default_group=lambda: None, final={1: NOTE})
     stop_compiling(world)
     time.sleep(0.1)
     compiles.may_end.set()

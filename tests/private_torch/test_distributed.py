@@ -101,13 +101,20 @@ def test_where_there_is_no_such_interface_each_group_has_its_own_device(interfac
     assert dist.distributed_c10d.ProcessGroupGloo is before
 
 
-def test_a_store_is_reachable_until_its_process_ends():
+def test_a_connection_to_a_store_ends_with_its_process():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-    prefixed = dist.PrefixStore("a", dist.PrefixStore("b", there))
-    assert distributed.is_reachable(prefixed)
+    connection = distributed.connection_to(dist.PrefixStore("a", dist.PrefixStore("b", there)))
+    assert connection is not None
+    with pytest.raises(BlockingIOError):
+        connection.recv(1)
+    there.set("key", "value")  # a connection that says nothing disturbs nobody
     del store
-    assert not distributed.is_reachable(prefixed)
+    with connection:
+        connection.settimeout(30)
+        assert connection.recv(1) == b""
+    assert distributed.connection_to(there) is None, "nobody answers"
+    assert distributed.connection_to(dist.HashStore()) is None
 
 
 def collectives_of_a_graph():

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
 from shardwise.comm.collective_log import CollectiveLog
+from shardwise.comm.shared_store import SharedStore
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
-from shardwise.private_torch.distributed import is_reachable
 
 __all__ = ["ENDED", "GONE", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of", "same_calls"]
 
@@ -129,7 +129,7 @@ class Wait:
 class World:
     """What one rank tells and knows of failures, for one default process group."""
 
-    store: Any
+    store: SharedStore
     rank: int
     size: int
     prefix: str
@@ -164,8 +164,6 @@ class World:
         self.own = note
         if note is None:
             self.lowering_of = ()
-        if self.store_is_gone():
-            return
         with suppress(RuntimeError):
             self.store.set(f"{self.prefix}/{self.rank}", "" if note is None else json.dumps(asdict(note)))
             if note is not None:
@@ -177,10 +175,6 @@ class World:
     def final_key(self) -> str:
         """The key that has the notes of ranks that will not go on; another one after all ranks have started anew."""
         return f"{self.prefix}/final/{self.epoch}"
-
-    def store_is_gone(self) -> bool:
-        """Whether the store has ended with the process of a rank that failed. Asked then, torch shows its stack."""
-        return bool(self.final) and not is_reachable(self.store)
 
     def learn_final(self) -> bool:
         """Read what ranks that will not go on have left, if any has; whether anything is known of such ranks.
@@ -197,8 +191,6 @@ class World:
 
     def let_others_read(self, number: int) -> None:
         """Say that this rank ends. The first one may hold the store, so it waits a little until ``number`` have."""
-        if not is_reachable(self.store):  # it has ended with the process of the rank that failed
-            return
         with suppress(RuntimeError):
             left = self.store.add(f"{self.prefix}/left", 1)
             end = time.monotonic() + _LINGER

@@ -17,48 +17,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from attrs import frozen
-
 from shardwise.comm.failure_notes import GONE, Note, World
+from shardwise.comm.processes import Process
 
-__all__ = ["Process", "absent_rank", "gone_rank", "learn_processes", "tell_process"]
+__all__ = ["absent_rank", "gone_rank", "learn_processes", "tell_process"]
 
 _COMING = 5.0  # seconds in which a rank that runs comes to its first call, as the other ranks do
-_OVER = ("Z", "X")  # the states of a process that has ended and whose status its parent has not read
-
-
-@frozen
-class Process:
-    """A process of this host by its number, and when it began: a number may be given to another process later."""
-
-    number: int
-    began: str
-
-    @classmethod
-    def of(cls, number: int) -> Process:
-        """The process that has a number now."""
-        return cls(number, _status(number)[1])
-
-    def is_gone(self) -> bool:
-        """Whether it has ended."""
-        try:
-            os.kill(self.number, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # it is there and belongs to somebody else
-            return False
-        state, began = _status(self.number)
-        return state in _OVER or began != self.began
-
-
-def _status(number: int) -> tuple[str, str]:
-    """The state of a process and when it began; both are empty where the system does not say."""
-    try:
-        text = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return "", ""
-    fields = text.rpartition(")")[2].split()  # the name before it may have spaces
-    return fields[0], fields[19]
 
 
 @cache
@@ -86,8 +50,6 @@ def tell_process(world: World) -> None:
 
 def learn_processes(world: World) -> bool:
     """Read which processes the other ranks are; whether the store has said so."""
-    if world.store_is_gone():
-        return False
     with suppress(RuntimeError, NotImplementedError):
         if world.store.check([_key(world)]):
             lines = [json.loads(line) for line in world.store.get(_key(world)).decode().splitlines()]
@@ -97,6 +59,7 @@ def learn_processes(world: World) -> bool:
                 for rank, place, number, began in lines
                 if place == _place() and rank != world.rank
             }
+            world.store.holder = world.processes.get(0)
             return True
     return False
 

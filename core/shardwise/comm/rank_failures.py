@@ -46,10 +46,11 @@ from shardwise.comm.call_sites import short_line, users_frame
 from shardwise.comm.failure_notes import ENDED, GONE, PROCESS, Note, Wait, World, current_world
 from shardwise.comm.gone_processes import tell_process
 from shardwise.comm.native_end import end_with_reason
+from shardwise.comm.shared_store import SharedStore
 from shardwise.comm.waiting_ranks import explained_among, failure_behind, look_for_failures
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 from shardwise.kernel.world import world_number
-from shardwise.private_torch.distributed import default_store, is_reachable
+from shardwise.private_torch.distributed import default_store
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.gloo_threads import await_rest
 from shardwise.private_torch.modes import outside_modes
@@ -106,8 +107,8 @@ def joined_world() -> World | None:
             return None
         if PROCESS.watched is None:
             _install()
-        prefix = f"shardwise/failed/{world_number()}"
-        world = World(store, dist.get_rank(), dist.get_world_size(), prefix, ref(default))
+        size, prefix = dist.get_world_size(), f"shardwise/failed/{world_number()}"
+        world = World(SharedStore(store, size), dist.get_rank(), size, prefix, ref(default))
         tell_process(world)
         PROCESS.world = world
     return world
@@ -412,8 +413,7 @@ def _leave_world() -> None:
     if world is None:
         return
     if world.own is None or not world.own.is_final:
-        if is_reachable(world.store):
-            end_program()
+        end_program()
         return
     world.let_others_read(world.size - (world.own.kind in (GONE, ENDED)))  # that rank has left, or does not say so
     # Python would look at all objects several times before it ends: for seconds, where other ranks compile meanwhile.

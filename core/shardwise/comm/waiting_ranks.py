@@ -129,8 +129,8 @@ def look_for_failures() -> None:
             return
         world = current_world()
         for look in (_look, look_at_waits, compare_calls):
-            # A store that has ended with a rank has nothing to compare; what that rank said is known.
-            if world is not None and world.failure is None and (look is _look or not world.store_is_gone()):
+            # Nothing is compared after the first rank has failed: the store may end with its process at any time.
+            if world is not None and world.failure is None and (look is _look or 0 not in world.final):
                 with suppress(Exception):  # a watcher that ends would leave the next wait alone
                     look(world, time.monotonic())
         if world is not None and world.compiles:

@@ -25,6 +25,7 @@ from shardwise.private_torch.parts import find_part, missing_parts, refuse, torc
 __all__ = [
     "calls_go_unseen",
     "calls_of",
+    "connection_to",
     "GraphOp",
     "count_inside_ops",
     "current_mesh",
@@ -33,7 +34,6 @@ __all__ = [
     "graph_all_reduce",
     "graph_all_to_all",
     "graph_reduce_scatter",
-    "is_reachable",
     "is_saving_on_host",
     "is_staging",
     "new_local_group",
@@ -136,17 +136,22 @@ def calls_of(process_group: Any) -> int:
         return 0
 
 
-def is_reachable(store: Any) -> bool:
-    """Whether the process that has a store still runs. A call of a store that is gone writes a long warning."""
+def connection_to(store: Any) -> socket.socket | None:
+    """A connection of our own to the process that has a store, over which nothing is ever sent. It ends with that
+    process. None for a store that no process has, as one of files.
+
+    Torch does not say whether its connection has ended but by an error, of which it writes a native stack.
+    """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if not hasattr(store, "port"):  # a file
-        return True
+    if not hasattr(store, "port"):
+        return None
     try:
-        socket.create_connection((store.host, store.port), timeout=0.5).close()
+        connection = socket.create_connection((store.host, store.port), timeout=5.0)
     except OSError:
-        return False
-    return True
+        return None
+    connection.setblocking(False)
+    return connection
 
 
 def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
