@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
-from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -17,12 +15,10 @@ from shardwise.comm.origins import ORIGIN
 from shardwise.comm.policy import InForceThen
 from shardwise.comm.policy import in_force as policies
 from shardwise.engine.decided import in_force
-from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
-from shardwise.errors import ItemError, MeshMismatchError, ShardingError
+from shardwise.errors import ItemError, MeshMismatchError
 from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, refuse_argument
-from shardwise.kernel.dispatcher import answer, dispatch, rules_version
-from shardwise.kernel.engine import start
+from shardwise.kernel.dispatcher import dispatch, rules_version
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
 from shardwise.kernel.places import Places
 from shardwise.kernel.recording import NODE, recording
@@ -30,28 +26,15 @@ from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
-from shardwise.private_torch.compile_errors import raise_as_they_are
-from shardwise.private_torch.conversion import convert_through_data, parametrize_through
 from shardwise.private_torch.dispatch import (
     disabled_torch_function,
-    guard_memory,
-    hide_items,
-    leave_out_of_graphs,
     new_wrapper,
-    support_foreach,
 )
-from shardwise.private_torch.distributed import count_inside_ops
-from shardwise.private_torch.scripts import guard_archives, interpret_scripts
-from shardwise.private_torch.sizes import make_known, write_formulas
+from shardwise.private_torch.sizes import make_known
 from shardwise.private_torch.tracing import (
-    SETS_MEMORY,
-    fold_no_collectives,
     is_compiled_now,
     is_traced,
-    record_constants,
-    take_plain_tangents,
 )
-from shardwise.private_torch.transforms import ASKS_OF_TANGENTS, give_attributes
 from shardwise.tensor import (
     autograd,
     copies,
@@ -62,16 +45,13 @@ from shardwise.tensor import (
     memory_access,
     open_sizes,
 )
-from shardwise.tensor.batched import lie_alike, spec_of
-from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.grad_layouts import grad_layout, grad_under
-from shardwise.tensor.graph_borders import join_in_graph, plain_tangent
 from shardwise.tensor.indexing import PLACES, is_listless, is_one_truth, one_or_none, with_tensors
 from shardwise.tensor.learned_layouts import note_asked, now_elsewhere, warn_of_another_layout
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.names import tag_by_name
-from shardwise.tensor.placing_tools import refuse_placing_tools
 from shardwise.tensor.sharing import is_sharing_asked_for
+from shardwise.tensor.torch_setup import set_torch_up
 
 __all__ = ["MeshTensor"]
 
@@ -464,40 +444,6 @@ def _rebuild(
     return tensor
 
 
-# torch.load(weights_only=True) accepts only functions and classes that are listed.
-torch.serialization.add_safe_globals([_rebuild, MeshTensor])
-support_foreach(MeshTensor)
-hide_items(MeshTensor)
-leave_out_of_graphs(MeshTensor.__torch_dispatch__)
-leave_out_of_graphs(MeshTensor.__tensor_flatten__)
-leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
-# These run by themselves where a graph ends at one of them: dynamo cannot trace what they do to the tensor's own dict.
-leave_out_of_graphs(MeshTensor.requires_grad_)
-leave_out_of_graphs(MeshTensor.__deepcopy__)
-leave_out_of_graphs(memory_access.data.fset)
-leave_out_of_graphs(memory_access.data_ptr)
-record_constants(MeshTensor, join_in_graph)
-fold_no_collectives()
-count_inside_ops(MeshTensor)
-take_plain_tangents(MeshTensor, plain_tangent)
-guard_memory(MeshTensor, memory_access.refuse_to_lend)
-convert_through_data(MeshTensor)
-parametrize_through(MeshTensor, memory_access.give_values)
-take_control_flow(MeshTensor)
-interpret_scripts(MeshTensor)
-guard_archives(MeshTensor, memory_access.refuse_to_archive)
-refuse_placing_tools(MeshTensor)
-write_formulas()
-raise_as_they_are(ShardingError)
-answer(ASKS_OF_TANGENTS, lie_alike)
-answer(SETS_MEMORY, memory_access.set_in_graph)
-give_attributes(
-    MeshTensor,
-    {
-        "spec": spec_of,
-        "placements": lambda tensor: spec_of(tensor).placements,
-        "device_mesh": lambda tensor: spec_of(tensor).mesh,
-        **{name: partial(MethodType, vars(MeshTensor)[name]) for name in ("redistribute", "to_local", "full_tensor")},
-    },
-)
-start(MeshTensor, PlanningEngine(MeshTensor))
+# torch.load(weights_only=True) accepts only functions that are listed.
+torch.serialization.add_safe_globals([_rebuild])
+set_torch_up(MeshTensor)
