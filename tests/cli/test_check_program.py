@@ -213,7 +213,7 @@ def wrong_gradient_of_a_leaf(mesh):
 
 
 def forgets_gradients(mesh):
-    # Adam makes the same step by four times the gradients.
+    # Adam makes the same step by twice the gradients.
     model = block(mesh)
     optimizer = torch.optim.Adam(model.parameters())
     TooMuch.apply(model(rows(mesh))).square().mean().backward()
@@ -299,15 +299,17 @@ def alone():
 
 
 @pytest.fixture
-def check(tmp_path, monkeypatch, alone, pool):
-    """The command on workers that are there already."""
-    monkeypatch.setattr(command, "check_step", partial(check_step, pools=(alone, pool)))
+def check(tmp_path, monkeypatch, alone, request):
+    """The command on workers that are there already: on two where a test asks for two ranks, else on four."""
+    on_two = "two_ranks" in request.fixturenames
+    ranks = request.getfixturevalue("two_ranks" if on_two else "pool")
+    monkeypatch.setattr(command, "check_step", partial(check_step, pools=(alone, ranks)))
     path = tmp_path / "program_to_check.py"
     path.write_text(PROGRAM)
 
-    def run(function, *options, code=0):
+    def run(function, *options, code=0, shape="2x1" if on_two else "2x2"):
         result = CliRunner().invoke(
-            main, ["check", f"{path}:{function}", "--mesh", "2x2", "--names", "dp,tp", *options]
+            main, ["check", f"{path}:{function}", "--mesh", shape, "--names", "dp,tp", *options]
         )
         assert result.exit_code == code, result.output
         return result.output
@@ -342,7 +344,8 @@ def test_a_wrong_rule_is_named(check):
     assert "The first that differs, on all ranks: forward: module first.down, output" in text
     assert re.search(r"The first op of it that differs is aten.addmm.default at \S*program_to_check.py:\d+\n", text)
     assert re.search(r"by the rule of override .* at \S*program_to_check.py:\d+, rows R; shard k", text)
-    assert json.loads(check("wrong_rule", "--json", code=1))["op"]["op"] == "aten.addmm.default"
+    document = json.loads(check("wrong_rule_without_modules", "--json", code=1))
+    assert document["op"]["op"] == "aten.addmm.default"
 
 
 @pytest.mark.slow
@@ -397,13 +400,13 @@ def test_what_is_off_by_rounding_alone_is_the_same(check, function):
     text = check(function)
     assert text.splitlines()[-1].startswith("The same as on one device, on 4 ranks (2x2): ")
     assert "gradients" in text
+    assert "All gradients" not in text
 
 
-def test_gradients_that_may_be_rounding_alone_are_told(check):
+def test_gradients_that_may_be_rounding_alone_are_told(check, two_ranks):
     text = check("sum_of_softmax")
     assert "All gradients are below 1.9e-06, where rounding may be all there is" in text
     assert json.loads(check("sum_of_softmax", "--json"))["small_gradients"] > 0
-    assert "All gradients" not in check("autocast")
 
 
 READS = r"The first op with a wrong value, {op} at \S*program_to_check.py:\d+, reads it, and no op before gave it"
@@ -433,8 +436,8 @@ READS = r"The first op with a wrong value, {op} at \S*program_to_check.py:\d+, r
         ("wrong_in_a_dataclass", "forward", "output", READS.format(op="aten.mul.Tensor")),
     ],
 )
-def test_what_no_result_of_a_module_shows_is_found(check, function, stage, what, op):
-    text = check(function, code=1)
+def test_what_no_result_of_a_module_shows_is_found(check, two_ranks, function, stage, what, op):
+    text = check(function, code=1, shape="1x2" if function == "wrong_rule_without_modules" else "2x1")
     assert re.search(rf"The first that differs, on all ranks: {stage}: .*{re.escape(what)}\n", text), text
     assert re.search(op, text), text
 

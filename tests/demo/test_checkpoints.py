@@ -80,6 +80,7 @@ def kill_a_worker(tmp_path, after, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.sample
+@pytest.mark.timeout(900)  # three runs of the demo: each has a limit of its own, that of the test is their sum
 def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2"]
     assert "goes on from step" in kill_a_worker(tmp_path, 4, "--mesh", "2", *saved)
@@ -87,6 +88,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # four runs
 def test_a_killed_run_goes_on_on_other_meshes(tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2"]
     kill_a_worker(tmp_path, 2, "--mesh", "2x2", *saved)

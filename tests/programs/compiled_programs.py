@@ -10,8 +10,6 @@ import torch.distributed as dist
 from attrs import evolve
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from shardwise.errors import WorkerError
@@ -233,6 +231,9 @@ def graphs(*, compare, collectives=None):
 
     With ``compare`` it raises if the ranks' graphs do not send the same, and adds what they send to ``collectives``.
     """
+    # On the ranks alone: inductor takes more than a second to import, and nobody who only collects tests needs it.
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     def partition(joint, inputs, **options):
         joint_graph_passes(joint)

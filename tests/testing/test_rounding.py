@@ -36,6 +36,18 @@ def test_what_an_op_rounds_on_its_way_counts(dtype, unit):
     assert not reach_holds(small_of_large, operands, 100 * unit)
 
 
+def test_no_run_in_two_precisions_is_made_for_what_is_infinitely_far_away():
+    """What such a run finds is finite. One run in double precision says whether one device overflows on the way."""
+    in_others = []
+
+    def whole(operands, dtypes=()):
+        in_others.append(bool(dtypes))
+        return [operands[0] * 2]
+
+    assert not reach_holds(whole, [torch.ones(3)], float("inf"))
+    assert sum(in_others) == 1
+
+
 def test_a_random_op_is_not_compared_with_its_draws_in_double_precision():
     def whole(operands, _=None):
         (x,) = operands

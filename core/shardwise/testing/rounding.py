@@ -179,10 +179,14 @@ class Rounding:
         them; ``cut`` gives this rank's part of a whole tensor.
         """
         close = apart <= _OWN * self.eps * size
-        for run in (self._run, self._measure):
+        if bool(close.all()):
+            return close
+        # What is measured in two precisions is finite, and nearer to nothing that is infinitely far away.
+        nowhere, infinite = torch.zeros_like(close), apart.isinf()
+        for run, known, beyond in ((self._run, self._runs, nowhere), (self._measure, self._measured, infinite)):
             runs = 0
-            while not bool(close.all()) and runs < _RUNS:
-                runs += 1
+            while not bool((close | beyond).all()) and runs < _RUNS:
+                runs = max(runs + 1, known)  # those of earlier calls count at once
                 run(runs)
                 changes = self._changes[i]
                 if changes is not None:
