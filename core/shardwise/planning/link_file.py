@@ -286,7 +286,7 @@ def store(calibration: Calibration, path: Path) -> None:
     except OSError as error:
         raise LinksFileError(
             asked=f"write measured link figures to {path}",
-            found=str(error),
+            found=reason(error),
             do="Name a file that can be written.",
             path=str(path),
         ) from error
