@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import re
 import time
 import zipfile
 from pathlib import Path
@@ -20,9 +21,19 @@ from shardwise import Shard, checkpoint
 from shardwise.checkpoint.entries import load_entry
 from shardwise.checkpoint.metadata_checks import _tile
 from shardwise.checkpoint.metadata_pickle import load_metadata
-from shardwise.errors import CheckpointFileError, LinksFileError, LockFileError, PlacementError, PlanFileError
+from shardwise.discovery.frozen_rules import read_lock as read_rule_lock
+from shardwise.errors import (
+    CheckpointFileError,
+    LinksFileError,
+    LockError,
+    LockFileError,
+    PlacementError,
+    PlanFileError,
+)
 from shardwise.kernel.placements import parse_placement
+from shardwise.planning.link_file import MOST as MOST_LINKS
 from shardwise.planning.link_file import parse as parse_links
+from shardwise.planning.link_file import read as read_links
 from shardwise.program.lock_file import parse as parse_lock
 from shardwise.program.lock_file import read_lock
 from shardwise.program.plan_file import parse as parse_plan
@@ -380,14 +391,52 @@ def test_digits_that_are_none_are_no_placement(text):
         parse_placement(text)
 
 
-@pytest.mark.parametrize("text", ["a = " + "[" * 50_000, "version = " + "9" * 5000, "a = 1\na = 1", "version = true"])
+# Python prints no number of so many digits, and reads one in hexadecimal.
+UNPRINTABLE = "0x" + "f" * 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 50_000,
+        "version = " + "9" * 5000,
+        "a = 1\na = 1",
+        "version = true",
+        f"version = {UNPRINTABLE}",
+        f"version = [{UNPRINTABLE}]",
+    ],
+)
 def test_a_plan_that_is_nested_or_numbered_beyond_reading(text):
     with pytest.raises(PlanFileError, match=r"gpt\.plan"):
         parse_plan(text, "gpt.plan")
 
 
+@pytest.mark.parametrize("key", ["program", "mesh", "figures", "at", "times", "to"])
+def test_a_number_that_cannot_be_printed_in_any_place_of_a_plan(key):
+    path = Path(__file__).parents[1] / "benchmarks/plans/unet-positions-dp-tp.plan"
+    text, count = re.subn(rf"^{key} = .*$", f"{key} = {{ a = {UNPRINTABLE} }}", path.read_text(), flags=re.MULTILINE)
+    assert count
+    with pytest.raises(PlanFileError, match=r"gpt\.plan.* 64 bits"):
+        parse_plan(text, "gpt.plan")
+
+
+@pytest.mark.parametrize("version", [UNPRINTABLE, f"{{ a = [{UNPRINTABLE}] }}", str(1 << 63)])
+def test_a_lock_of_rules_with_a_number_of_too_many_bits(tmp_path, version):
+    path = tmp_path / "rules.lock"
+    path.write_text(f"version = {version}\n")
+    with pytest.raises(LockError, match=r"rules\.lock.* 64 bits"):
+        read_rule_lock(str(path))
+
+
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"version": 2, "version": 2, "meshes": []}', '{"version": 2, "meshes": [], "more": 1}']
+    "text",
+    [
+        "[" * 100_000,
+        '{"version": 2, "version": 2, "meshes": []}',
+        '{"version": 2, "meshes": [], "more": 1}',
+        '{"version": 2, "meshes": {}}',
+        '{"version": 2, "meshes": ""}',
+    ],
 )
 def test_links_that_are_nested_or_there_twice(text):
     with pytest.raises(LinksFileError, match=r"links\.json"):
@@ -405,10 +454,16 @@ def test_an_endless_file_is_not_read(tmp_path):
     path = tmp_path / "links.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # sparse: it takes no room on the disk
-    from shardwise.planning.link_file import read
-
     with pytest.raises(LinksFileError, match="has more than"):
-        read(path)
+        read_links(path)
+
+
+def test_a_file_of_figures_that_is_larger_than_any_is_not_read(tmp_path):
+    """Its text goes to all ranks: one of 100 MB took minutes and tens of GB on each."""
+    path = tmp_path / "links.json"
+    path.write_bytes(bytes(MOST_LINKS + 1))
+    with pytest.raises(LinksFileError, match=r"links\.json.*has more than"):
+        read_links(path)
 
 
 @pytest.mark.parametrize("text", ["S(0", "S(0))", "S0)", "P(sum", "P(", "P)", "_S(0, 2", "S(1)(", "R)", "R("])

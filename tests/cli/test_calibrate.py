@@ -1,5 +1,6 @@
 """``shardwise calibrate`` as a person runs it: processes of its own, torchrun's, and what it refuses."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,9 +8,12 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from full_disk import full_disk
 
 from shardwise.cli import main
-from shardwise.planning.link_file import parse
+from shardwise.cli.calibrate import MeasuredMesh
+from shardwise.planning.cost import Connection, Link, Links
+from shardwise.planning.link_file import Calibration, Site, parse
 
 SMALL = ["calibrate", "--device", "cpu", "--largest", "4096"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -68,6 +72,40 @@ def test_what_is_no_mesh_is_refused(mesh):
     done = CliRunner().invoke(main, ["calibrate", f"--mesh={mesh}"])
     assert done.exit_code == 2
     assert "is not a mesh" in done.output
+
+
+class Measured:
+    """In place of a pool whose workers have measured."""
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, _function, request, **_):
+        links = Links((Connection.same(Link(1e-5, 1e-6, 1e9)),), 1e-6, 1e10)
+        calibration = Calibration(Site((2,), "cpu", "x86_64", "gloo", (1,)), links, "2.13.0", "2026-01-02")
+        return [MeasuredMesh(request, calibration, [])]
+
+
+def test_a_file_that_cannot_be_written_is_a_message(tmp_path, monkeypatch):
+    """The workers measure, and the command writes: an error of theirs came with the tracebacks of all of them."""
+    monkeypatch.setattr(importlib.import_module("shardwise.cli.calibrate"), "WorkerPool", Measured)
+    path = tmp_path / "links.json"
+    with full_disk():
+        output = refused("--mesh", "2", "--out", str(path))
+    assert output == (
+        f"Error: LinksFileError: write measured link figures to {path}: File too large. "
+        "Name a file that can be written.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+    done = CliRunner().invoke(main, [*SMALL, "--mesh", "2", "--out", str(path)])
+    assert done.exit_code == 0
+    assert len(parse(path.read_text(), str(path))) == 1
 
 
 def test_a_file_that_is_no_such_file_is_left_alone(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from full_disk import full_disk
 from packaging.requirements import Requirement
 
 from shardwise.cli import main
@@ -106,6 +107,16 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     result = run("new", "acme-kernels", "--path", tmp_path / "file" / "inner")
     assert result.exit_code == 1
     assert "cannot write" in result.output
+
+
+def test_nothing_is_left_of_a_plugin_on_a_full_disk(tmp_path):
+    for parent in (tmp_path, tmp_path / "inner" / "folders"):
+        with full_disk():
+            result = run("new", "acme-kernels", "--path", parent, "--author", "Ada")
+        assert result.exit_code == 1
+        assert f"cannot write {parent / 'acme-kernels'}: File too large" in result.output
+        assert not list(tmp_path.rglob("*acme*"))
+    assert run("new", "acme-kernels", "--path", tmp_path, "--author", "Ada").exit_code == 0
 
 
 @pytest.mark.skipif(shutil.which("ruff", path=Path(sys.executable).parent) is None, reason="needs ruff")

@@ -116,6 +116,24 @@ def test_a_file_that_cannot_be_used_is_refused_on_every_rank(pool, tmp_path, fil
     assert all("bad.json" in failure.message for failure in caught.value.errors)
 
 
+def test_a_folder_that_the_first_rank_cannot_look_into_is_an_error_of_all(pool):
+    """Where no file is named, a rank looks whether the user's is there: an error of that left the others waiting."""
+
+    def on_rank():
+        mesh = init_device_mesh("cpu", (2, 2))
+        with reading(""):
+            os.environ["XDG_CONFIG_HOME"] = "/" + "x" * 300 if dist.get_rank() == 0 else "/nowhere"
+            try:
+                agree_on_links(mesh)
+            finally:
+                del os.environ["XDG_CONFIG_HOME"]
+
+    with pytest.raises(WorkerError) as caught:
+        pool.run(on_rank)
+    assert [failure.kind for failure in caught.value.errors] == ["LinksFileError"] * 4
+    assert all("links.json: File name too long" in failure.message for failure in caught.value.errors)
+
+
 def test_planning_without_ranks_asks_nobody():
     mesh = AbstractMesh((2, 2))
     agree_on_links(mesh)

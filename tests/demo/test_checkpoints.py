@@ -1,21 +1,24 @@
 """The demo that is interrupted: killed for real, started again, on the same mesh and on another."""
 
+import importlib
 import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from attrs import evolve
 from click.testing import CliRunner
+from full_disk import full_disk
 
 from shardwise import checkpoint
 from shardwise.cli import main
 from shardwise.demo.checkpoints import after_a_failure, check_run
 from shardwise.demo.data import batches
 from shardwise.demo.settings import RunSettings
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, CheckpointFileError
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--device", "cpu", "--steps", "40"]
 SETTINGS = RunSettings(steps=6, layers=1, width=16, heads=2, context=16, batch=4)
@@ -51,6 +54,32 @@ def test_the_command_refuses_another_run(tmp_path):
     result = CliRunner().invoke(main, ["demo", "--checkpoint-dir", str(tmp_path)])
     assert result.exit_code == 2
     assert "it was started with" in result.output
+
+
+def test_a_folder_for_the_run_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "flat").write_text("")
+    with full_disk(), pytest.raises(CheckpointFileError, match=r"run\.json cannot be written: File too large"):
+        check_run(tmp_path / "full", SETTINGS)
+    with pytest.raises(CheckpointFileError, match=r"flat.* cannot be written: Not a directory"):
+        check_run(tmp_path / "flat" / "inner", SETTINGS)
+    assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_is_a_message_and_the_old_one_stays(tmp_path, monkeypatch):
+    """The run is over by then, and its report is printed."""
+    module = importlib.import_module("shardwise.demo.command")
+    result = SimpleNamespace(comparison=SimpleNamespace(agrees=True))
+    monkeypatch.setattr(module, "_run_locally", lambda *_: result)
+    monkeypatch.setattr(module, "print_report", lambda *_: None)
+    monkeypatch.setattr(module, "as_json", lambda _: {"long": "a" * 100})
+    path = tmp_path / "report.json"
+    path.write_text("before")
+    with full_disk():
+        done = CliRunner().invoke(main, ["demo", "--device", "cpu", "--json", str(path)])
+    assert done.exit_code == 1
+    assert f"Error: cannot write {path}: File too large" in done.output
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def command(tmp_path, *arguments):

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from shardwise.kernel.foreign_files import read_beginning, read_bytes
 from shardwise.kernel.whole_files import write_whole
@@ -53,6 +54,24 @@ def test_after_an_error_the_file_is_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space"):
         write_whole(path, "after")
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("before")
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        write_whole(path, "after" * 100)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_letters_that_no_file_of_utf_8_has_are_an_error_as_others_are(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("before")
+    with pytest.raises(OSError, match="UTF-8"):
+        write_whole(path, "name \udcff")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -93,6 +93,32 @@ def test_figures_that_are_none_are_refused(figure):
         parse(json.dumps(content), "here")
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("mesh_dims",), []),
+        (("mesh_dims",), {}),
+        (("mesh_dims",), ""),
+        (("mesh_dims", 0, "size"), 10**40),
+        (("hosts",), 1 << 63),
+        (("local", "cache_bytes"), 10**4000),
+        (("device",), "\ud800"),
+        (("device",), "a" * 100_000),
+    ],
+    ids=["none", "table", "text", "size", "hosts", "bytes", "letter", "long"],
+)
+def test_values_that_no_mesh_has_are_refused(place, value):
+    content = json.loads(show([ENTRY]))
+    del content["digest"]
+    inner = content["meshes"][0]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(LinksFileError, match="here") as caught:
+        parse(json.dumps(content), "here")
+    assert len(str(caught.value).encode()) < 1000
+
+
 @pytest.mark.parametrize("version", [1, 99])
 def test_a_file_of_another_version_is_refused_as_that(version):
     # Version 1 had no figures of operations and caches: planning a step by its figures would be wrong.

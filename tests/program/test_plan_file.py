@@ -6,6 +6,7 @@ import json
 
 import pytest
 from attrs import evolve
+from full_disk import full_disk
 
 from shardwise.errors import PlanFileError, PlanVersionError
 from shardwise.kernel.placements import REPLICATE, Shard
@@ -137,6 +138,19 @@ def test_files_that_do_not_belong_together_are_refused(saved, name, text, messag
         saved.with_name(name).write_text(text)
     with pytest.raises(PlanFileError, match=message):
         read_plan(saved)
+
+
+def test_where_one_file_of_a_plan_cannot_be_written_neither_is(saved):
+    before = {path.name: path.read_bytes() for path in saved.parent.iterdir()}
+    other = evolve(FILE, program="another")
+    beside = saved.with_name("gpt.plan.decisions.json")
+    with full_disk(len(beside.read_bytes()) + 8), pytest.raises(PlanFileError, match=r"gpt\.plan cannot be written"):
+        StepPlan(other, Decisions((8, 16), {})).save(saved)
+    assert {path.name: path.read_bytes() for path in saved.parent.iterdir()} == before
+    (saved.parent / "folder").mkdir()
+    with pytest.raises(PlanFileError, match="it is not a file"):
+        StepPlan(FILE, Decisions((8, 16), {})).save(saved.parent / "folder")
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["folder", *sorted(before)]
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

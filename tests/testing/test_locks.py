@@ -102,6 +102,22 @@ class TestThere:
     run().assert_outcomes(passed=2)
 
 
+def test_two_tests_whose_names_differ_by_signs_alone_do_not_write_one_file(run, pytester):
+    edit(pytester, '["two by four"]', '["two by four", "two.by.four"]')
+    result = run("--update-locks")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines([f"*{LOCK} is of *test_sends?two by four?: give this test another name*"])
+    assert "test_sends[two by four]" in (pytester.path / LOCK).read_text()
+
+
+def test_a_lockfile_that_cannot_be_written_fails_the_test(run, pytester):
+    (pytester.path / LOCK).mkdir()
+    run("--update-locks").stdout.fnmatch_lines([f"*Failed: {LOCK} cannot be written: it is not a file*"])
+    edit(pytester, "budgets=", f"name={'a' * 300!r}, budgets=")
+    run("--update-locks").stdout.fnmatch_lines(["*Failed: *.lock cannot be written: File name too long*"])
+    run().stdout.fnmatch_lines(["*Failed: *.lock cannot be read: File name too long*"])
+
+
 def test_a_budget_fails_the_test(run, pytester):
     edit(pytester, "1MiB", "16")
     run("--update-locks").stdout.fnmatch_lines(["*over the budget tp forward 16 B: 32 B, most of it from*"])

@@ -265,3 +265,21 @@ def wait_until_gone(pids, seconds=5.0):
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < end, f"still there: {pids}"
         time.sleep(0.05)
+
+
+STARTING = """
+import signal
+from multiprocessing import resource_tracker
+from shardwise.testing.pool import _without_interrupts
+
+with _without_interrupts():
+    resource_tracker.ensure_running()  # as the start of a process does
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+def test_the_first_worker_starts_without_interrupts_too():
+    """The first start of a process starts Python's tracker of resources, which lets signals through again."""
+    done = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

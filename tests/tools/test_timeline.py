@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -247,6 +248,17 @@ def test_a_block_that_raises_leaves_its_timeline(tmp_path):
     with pytest.raises(ZeroDivisionError), sw.timeline(tmp_path / "step.json"):
         model(torch.ones(1, 2))
     assert read_trace(tmp_path / "step.json").collectives == []
+
+
+def test_a_timeline_that_cannot_be_written_does_not_hide_what_the_block_raised(tmp_path):
+    with pytest.raises(ZeroDivisionError) as caught, full_disk(), sw.timeline(tmp_path / "step.json"):
+        1 / 0  # noqa: B018
+    (note,) = caught.value.__notes__
+    assert "step.json" in note
+    assert "it cannot be written: File too large" in note
+    with pytest.raises(TimelineFileError, match="it cannot be written"), full_disk(), sw.timeline(tmp_path / "it.json"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from shardwise.cli.output import json_option, print_json, print_parts, print_tex
 from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
-from shardwise.planning.link_file import Calibration, chosen_file, default_file, read, show
+from shardwise.planning.link_file import Calibration, chosen_file, default_file, read, show, store
 from shardwise.testing.local import local_backend, local_device, take_device
 from shardwise.testing.pool import WorkerPool
 from shardwise.tools.calibrate import (
@@ -99,6 +99,7 @@ def calibrate(
             Console(stderr=True).show_cursor()
     if measured is None:
         return
+    store(measured.calibration, request.out)
     if as_json:
         figures = json.loads(show([measured.calibration]))
         values = {"file": str(measured.request.out), **figures, "transitions": measured.redistributions}
@@ -132,7 +133,7 @@ def run_rank(request: Request) -> MeasuredMesh | None:
     take_device(request.device, dist.get_rank())
     mesh = init_device_mesh(request.device, request.mesh_shape)
     with progress("measuring", shown=first) as tell:
-        calibration = calibrate_mesh(mesh, request.out, largest=request.largest, tell=tell)
+        calibration = calibrate_mesh(mesh, save=False, largest=request.largest, tell=tell)
     with progress("checking", shown=first) as tell:
         redistributions = time_redistributions(
             mesh, typical_pairs(mesh, max(SMALLEST, request.largest // 16)), tell=tell

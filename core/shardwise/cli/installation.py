@@ -21,7 +21,7 @@ from shardwise.kernel.foreign_files import read_text
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import prefer_settings
 from shardwise.kernel.signature import op_name
-from shardwise.planning.link_file import chosen_file, parse
+from shardwise.planning.link_file import MOST, chosen_file, parse
 from shardwise.settings import Settings, normalised, preferred, read_settings
 
 __all__ = ["CHECKS"]
@@ -98,7 +98,7 @@ def _links() -> Iterator[Finding]:
         yield Finding("link figures", OK, "off: moves are costed by the defaults")
         return
     try:
-        text = read_text(path)
+        text = read_text(path, MOST)
     except FileNotFoundError:
         if named:
             yield Finding("link figures", FAILED, f"SHARDWISE_LINKS names {path}, which does not exist", _CALIBRATE)

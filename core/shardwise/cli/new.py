@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +19,7 @@ import click
 from packaging.version import Version
 
 from shardwise.kernel.first_party import core_version
+from shardwise.kernel.foreign_files import reason
 from shardwise.settings import normalised
 
 __all__ = ["FILES", "bounds", "new"]
@@ -80,19 +84,30 @@ def new(*, name: str, parent: Path, author: str | None) -> None:
     templates = files("shardwise.cli") / "template"
     try:
         folder.mkdir(parents=True)
-        for file, template in FILES.items():
-            path = folder / file.format(**values)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = "" if template is None else (templates / f"{template}.tmpl").read_text(encoding="utf-8")
-            path.write_text(Template(text).substitute(values), encoding="utf-8")
+        with _whole(folder):
+            for file, template in FILES.items():
+                path = folder / file.format(**values)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                text = "" if template is None else (templates / f"{template}.tmpl").read_text(encoding="utf-8")
+                path.write_text(Template(text).substitute(values), encoding="utf-8")
     except FileExistsError as error:
         raise click.ClickException(f"{folder} exists already; name another, or move it away") from error
     except OSError as error:
-        raise click.ClickException(f"cannot write {folder}: {error}") from error
+        raise click.ClickException(f"cannot write {folder}: {reason(error)}") from error
     click.echo(f"made {folder}:")
     for file in FILES:
         click.echo(f"  {file.format(**values)}")
     click.echo(f"\nnext:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  shardwise plugins check .")
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Remove a folder that was made for the block, where the block does not end well: half a plugin is not one."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _checked_names(name: str) -> tuple[str, str]:

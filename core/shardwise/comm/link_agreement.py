@@ -25,7 +25,7 @@ from shardwise.kernel.foreign_files import read_text, reason
 from shardwise.kernel.mesh import Mesh, own_coordinate
 from shardwise.kernel.world import PerWorld
 from shardwise.planning.cost import Links, are_chosen, default_links, use_agreed_links
-from shardwise.planning.link_file import ENVIRONMENT, Site, chosen_file, links_for, parse
+from shardwise.planning.link_file import ENVIRONMENT, MOST, Site, chosen_file, links_for, parse
 from shardwise.private_torch.modes import outside_modes
 
 __all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "locate"]
@@ -58,11 +58,11 @@ def agree_on_links(mesh: Mesh) -> None:
         with outside_modes():
             path, named = chosen_file()
             text, error = None, ""
-            if path is not None and (named or path.exists()):  # a default file need not exist
-                try:
-                    text = read_text(path)
-                except (OSError, ValueError) as caught:
-                    error = reason(caught)
+            try:
+                if path is not None and (named or path.exists()):  # a default file need not exist
+                    text = read_text(path, MOST)
+            except (OSError, ValueError) as caught:
+                error = reason(caught)
             facts = {"source": str(path), "named": named, "text": text, "error": error}
             agree_to(mesh, _links_of_file(locate(mesh, facts), mesh))
     else:
@@ -158,12 +158,13 @@ def _host() -> int:
 
 def from_first(mesh: DeviceMesh, facts: dict[str, Any]) -> dict[str, Any]:
     """The facts, a JSON object, of the rank at coordinate 0 of every mesh dim. Every rank must call this."""
-    data = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device=carrying_device(mesh))
+    # A copy of the bytes: torch writes into a tensor's memory, and warns of memory that is read-only.
+    data = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(carrying_device(mesh))
     length = torch.tensor([len(data)], device=data.device)
     broadcast_(length, mesh, range(mesh.ndim))
     sent = data.new_zeros(int(length))
     if not any(own_coordinate(mesh)):
         sent.copy_(data)
     broadcast_(sent, mesh, range(mesh.ndim))
-    first: dict[str, Any] = json.loads(bytes(sent.tolist()).decode())
+    first: dict[str, Any] = json.loads(sent.cpu().numpy().tobytes())
     return first

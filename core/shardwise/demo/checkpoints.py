@@ -19,6 +19,7 @@ from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import Step
 from shardwise.errors import CheckpointError, CheckpointFileError
 from shardwise.kernel.foreign_files import load_json, read_text, reason
+from shardwise.kernel.whole_files import write_whole
 
 __all__ = ["Checkpoints", "after_a_failure", "check_run"]
 
@@ -73,12 +74,19 @@ def check_run(directory: Path, settings: RunSettings) -> None:
     # As JSON gives them back: a tuple is a list.
     mine = json.loads(json.dumps({name: v for name, v in asdict(settings).items() if name not in FREE}))
     path = directory / RUN
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(mine, indent=1) + "\n")
-        fresh.rename(path)
-        return
+    try:
+        if not path.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(mine, indent=1) + "\n")
+            return
+    except OSError as error:
+        raise CheckpointFileError(
+            asked=f"start a run in {directory}",
+            found=f"its {RUN} cannot be written: {reason(error)}",
+            do="Give a --checkpoint-dir that can be written and has room.",
+            path=str(path),
+            file=RUN,
+        ) from error
     try:
         theirs = dict(load_json(read_text(path)))
     except (OSError, ValueError, TypeError) as error:

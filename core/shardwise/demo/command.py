@@ -16,6 +16,8 @@ from shardwise.demo.report import as_json, print_report
 from shardwise.demo.run import RunResult, run_rank
 from shardwise.demo.settings import MESH_NAMES, RunSettings
 from shardwise.errors import CheckpointError, WorkerError
+from shardwise.kernel.foreign_files import reason
+from shardwise.kernel.whole_files import write_whole
 from shardwise.testing.local import local_backend, local_device
 from shardwise.testing.pool import WorkerPool
 
@@ -90,7 +92,10 @@ def demo(
     console = Console()
     print_report(result, console if console.is_terminal else Console(width=REPORT_WIDTH))
     if json_path is not None:
-        json_path.write_text(json.dumps(as_json(result), indent=1) + "\n")
+        try:
+            write_whole(json_path, json.dumps(as_json(result), indent=1) + "\n")
+        except OSError as error:
+            raise click.ClickException(f"cannot write {json_path}: {reason(error)}") from error
     if not result.comparison.agrees:
         raise SystemExit(DIFFERS)
 

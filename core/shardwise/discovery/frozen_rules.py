@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.util
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from shardwise.discovery.entry_points import InstalledPlugin
 from shardwise.discovery.loading import Status
 from shardwise.errors import LockError
 from shardwise.kernel.first_party import core_version
-from shardwise.kernel.foreign_files import read_text, reason, short
+from shardwise.kernel.foreign_files import load_toml, read_text, reason, short
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registrar import RuleModule
 from shardwise.kernel.signature import op_name
@@ -199,10 +198,12 @@ def _ways(module: str) -> Iterator[str]:
 def read_lock(path: str) -> RuleLock:
     """The lock in a file. Raises :class:`LockError` for one that cannot be read."""
     try:
-        content = tomllib.loads(read_text(Path(path)))
-    except (OSError, ValueError, RecursionError) as error:
+        content = load_toml(read_text(Path(path)))
+    except (OSError, ValueError) as error:
         raise _unreadable(path, reason(error)) from error
-    number = content.get("version")
+    if "version" not in content:
+        raise _unreadable(path, "it has no version")
+    number = content["version"]
     if type(number) is not int or number != VERSION:
         raise _unreadable(path, f"it is of version {short(repr(number))}, and this release reads {VERSION}")
     try:

@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: read to a bound, and JSON that means one thing."""
+"""Files that somebody else may have made: read to a bound, and JSON and TOML that mean one thing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO
 
-__all__ = ["LARGEST", "leads_out", "load_json", "read_beginning", "read_bytes", "read_text", "reason", "short"]
+__all__ = [
+    "LARGEST",
+    "leads_out",
+    "load_json",
+    "load_toml",
+    "read_beginning",
+    "read_bytes",
+    "read_text",
+    "reason",
+    "short",
+]
 
 LARGEST = 256 << 20
 """The most bytes of a file of text that are read: the largest plans have a few MiB."""
@@ -74,6 +84,29 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(number: str) -> Any:
     raise ValueError(f"{number} is not a number that files have")
+
+
+def load_toml(text: str) -> dict[str, Any]:
+    """The data of TOML. Raises :class:`ValueError`, also for whole numbers of more than the 64 bits that TOML has:
+    Python reads them in hexadecimal and prints none of 4,300 digits, not even in a message.
+    """
+    import tomllib  # only here: most programs read no such file
+
+    try:
+        content = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    inside: list[Any] = [content]
+    while inside:
+        value = inside.pop()
+        if isinstance(value, (dict, list)):
+            inside.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, int) and value.bit_length() > _BITS:
+            raise ValueError("it has a number of more than 64 bits")
+    return content
+
+
+_BITS = 63  # and the sign
 
 
 def leads_out(folder: Path, name: str) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["write_whole"]
+__all__ = ["write_together", "write_whole"]
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # a file that is there, also a link to one, is not opened
 
@@ -18,13 +19,30 @@ def write_whole(path: Path, text: str) -> None:
     Raises :class:`OSError`, also where the name is that of a folder, a pipe or a device: a new file would replace it
     for every program of the machine. A link is replaced, and what it leads to is not touched.
     """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a file")
-    # Of a length of its own: a name may be as long as names can be.
-    beside = path.parent / f".{os.getpid()}.{secrets.token_hex(4)}.part"
+    write_together({path: text})
+
+
+def write_together(texts: Mapping[Path, str]) -> None:
+    """The same for files that belong together: while one of them cannot be written, not one is replaced."""
+    parts: dict[Path, Path] = {}
     try:
-        with os.fdopen(os.open(beside, _NEW | getattr(os, "O_BINARY", 0), 0o666), "wb") as file:
-            file.write(text.encode("utf-8"))
-        beside.replace(path)
+        for path, text in texts.items():
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is not a file")
+            data = _encoded(text)
+            # Of a length of its own: a name may be as long as names can be.
+            parts[path] = path.parent / f".{os.getpid()}.{secrets.token_hex(4)}.part"
+            with os.fdopen(os.open(parts[path], _NEW | getattr(os, "O_BINARY", 0), 0o666), "wb") as file:
+                file.write(data)
+        for path, beside in parts.items():
+            beside.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        for beside in parts.values():
+            beside.unlink(missing_ok=True)
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:  # of a file's name that is not UTF-8, as Python reads it
+        raise OSError(errno.EILSEQ, f"UTF-8 has no {error.object[error.start]!r}") from error

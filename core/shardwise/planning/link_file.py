@@ -24,6 +24,7 @@ from shardwise.planning.cost import KINDS, Connection, Link, Links
 __all__ = [
     "Calibration",
     "ENVIRONMENT",
+    "MOST",
     "Site",
     "chosen_file",
     "default_file",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 VERSION = 2
+MOST = 16 << 20
+"""The most bytes of a file that are read: an entry has some 5,000, and the text goes to all ranks."""
+
 ENVIRONMENT = "SHARDWISE_LINKS"
 """The environment variable that names the file; ``off`` for none."""
 
@@ -118,7 +122,7 @@ def chosen_file() -> tuple[Path | None, bool]:
 def read(path: Path) -> tuple[Calibration, ...]:
     """The entries of a file. Raises what :func:`parse` raises, and :class:`LinksFileError` for one that is no text."""
     try:
-        text = read_text(path)
+        text = read_text(path, MOST)
     except (OSError, ValueError) as error:
         raise _malformed(str(path), reason(error)) from error
     return parse(text, str(path))
@@ -145,6 +149,8 @@ def parse(text: str, source: str) -> tuple[Calibration, ...]:
     try:
         if unknown := sorted(content.keys() - {"version", "digest", "meshes"}):
             raise ValueError(f"nothing in such a file is called {short(unknown[0])!r}")  # noqa: TRY301
+        if not isinstance(content["meshes"], list):
+            raise ValueError("'meshes' is not a list")  # noqa: TRY301, TRY004  # of a file
         if content.get("digest", _digest(content["meshes"])) != _digest(content["meshes"]):
             raise ValueError(_CHANGED)  # noqa: TRY301
         return tuple(_read_entry(entry) for entry in content["meshes"])
@@ -163,6 +169,8 @@ def _malformed(source: str, why: str) -> LinksFileError:
 
 def _read_entry(entry: Mapping[str, Any]) -> Calibration:
     dims, local = entry["mesh_dims"], entry["local"]
+    if not (isinstance(dims, list) and dims):
+        raise ValueError("'mesh_dims' is not a list of mesh dims")
     connections = tuple(map(_read_connection, dims))
     whole = None if entry["whole"] is None else _read_connection(entry["whole"])
     site = Site(
@@ -201,16 +209,24 @@ def _figure(table: Mapping[str, Any], name: str) -> float:
 
 def _count(table: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = table[name]
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name!r} is {value!r}, and not a whole number from {least} on")
+    if type(value) is not int or not least <= value <= _MOST_COUNT:
+        raise ValueError(f"{name!r} is {value!r}, and not a whole number from {least} to {_MOST_COUNT}")
     return value
+
+
+_MOST_COUNT = (1 << 63) - 1
 
 
 def _text(table: Mapping[str, Any], name: str) -> str:
     value = table[name]
     if not isinstance(value, str):
         raise ValueError(f"{name!r} is {value!r}, and not a text")  # noqa: TRY004  # of a file
+    if len(value) > _LONGEST or not value.isprintable():
+        raise ValueError(f"{name!r} is {short(value)!r}, and not a name")
     return value
+
+
+_LONGEST = 200  # letters: errors and tables show these texts
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -270,7 +286,7 @@ def store(calibration: Calibration, path: Path) -> None:
     except OSError as error:
         raise LinksFileError(
             asked=f"write measured link figures to {path}",
-            found=str(error),
+            found=reason(error),
             do="Name a file that can be written.",
             path=str(path),
         ) from error

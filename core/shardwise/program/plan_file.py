@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.errors import PlanFileError, PlanVersionError, ShardingError
-from shardwise.kernel.foreign_files import reason, short
+from shardwise.kernel.foreign_files import load_toml, reason, short
 from shardwise.kernel.placements import REPLICATE, Placement, parse_placement, show
 from shardwise.program.step_graph import Places
 
@@ -210,8 +209,8 @@ class _Reader:
     def content(self) -> dict[str, Any]:
         """The tables of the file: all those of a plan of this version, and no others."""
         try:
-            content = tomllib.loads(self.text)
-        except (ValueError, RecursionError) as error:  # also numbers of too many digits, and tables nested too deeply
+            content = load_toml(self.text)
+        except ValueError as error:
             at = re.search(r"at line (\d+)", str(error))
             line = int(at[1]) if at else self.text.count("\n") + 1
             raise self.wrong(f"it is not TOML: {reason(error)}", line) from error

@@ -12,7 +12,7 @@ from attrs import frozen
 from shardwise.errors import PlanFileError, PlanMeshError, ShardingError
 from shardwise.kernel import foreign_files
 from shardwise.kernel.foreign_files import load_json, reason, short
-from shardwise.kernel.whole_files import write_whole
+from shardwise.kernel.whole_files import write_together
 from shardwise.program.decisions import Decisions
 from shardwise.program.plan_file import PlanFile, parse
 from shardwise.program.step_graph import Places
@@ -41,19 +41,17 @@ class StepPlan:
         """Write the plan file, and its decisions beside it as ``<path>.decisions.json``."""
         target = Path(path)
         data = {"plan": self.file.digest, **self.decisions.as_json()}
-        for file, text in (
-            (decisions_path(target), json.dumps(data, indent=0, sort_keys=True) + "\n"),
-            (target, self.file.text()),
-        ):
-            try:
-                write_whole(file, text)
-            except OSError as error:
-                raise PlanFileError(
-                    asked=f"write the plan {target}",
-                    found=f"{file} cannot be written ({error.strerror})",
-                    do="Name a file in a folder that can be written.",
-                    path=str(file),
-                ) from error
+        decisions = json.dumps(data, indent=0, sort_keys=True) + "\n"
+        try:
+            # Together: a plan is not read with the decisions of another.
+            write_together({decisions_path(target): decisions, target: self.file.text()})
+        except OSError as error:
+            raise PlanFileError(
+                asked=f"write the plan {target}",
+                found=f"{target} cannot be written ({reason(error)})",
+                do="Name a file in a folder that can be written and has room.",
+                path=str(target),
+            ) from error
 
     def check_mesh(self, asked: str, mesh_shape: Sequence[int], mesh_names: Sequence[str] | None) -> None:
         """Raise :class:`PlanMeshError` unless a mesh has the shape and the names of the plan's."""

@@ -12,8 +12,9 @@ import pytest
 from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import CallError
+from shardwise.errors import CallError, LockFileError
 from shardwise.kernel.arguments import kind_of
+from shardwise.kernel.foreign_files import reason
 from shardwise.program.lock_changes import difference_text, read_budget
 from shardwise.program.lock_file import read_lock
 from shardwise.steps.learned_step import learned_step
@@ -70,10 +71,19 @@ class CommunicationLock:
                 pytest.fail(f"{path.name} is not written: CI is set")
             if path in self._written and read_lock(path) != now.lock:
                 pytest.fail(f"two steps of this test write {path.name}: give each a name=")
+            if (other := _written_by_another(path, program)) is not None:
+                pytest.fail(f"{path.name} is of {other}: give this test another name, or remove the file of that one")
             self._written.add(path)
-            save_lock(now.lock, path)
+            try:
+                save_lock(now.lock, path)
+            except OSError as error:
+                pytest.fail(f"{path.name} cannot be written: {reason(error)}")
             return
-        if not path.exists():
+        try:
+            is_there = path.exists()
+        except OSError as error:
+            pytest.fail(f"{path.name} cannot be read: {reason(error)}")
+        if not is_there:
             pytest.fail(f"there is no {path.name} beside the test: write it with `pytest --update-locks`")
         before = read_lock(path)
         before.check_fits(f"compare a step with {path.name}", program, now.lock.mesh_names, now.lock.mesh_shape)
@@ -86,3 +96,12 @@ class CommunicationLock:
         """The lockfile of a step of this test."""
         words = [self.test_file.stem, self.test, *([name] if name else [])]
         return self.test_file.with_name(".".join(re.sub(r"[^\w-]+", "_", w).strip("_") for w in words) + ".lock")
+
+
+def _written_by_another(path: Path, program: str) -> str | None:
+    """What the lockfile is of, if not of this step: tests whose names differ by signs alone have one file."""
+    try:
+        other = read_lock(path).program
+    except LockFileError:  # there is no such file, or it is to be replaced
+        return None
+    return None if other == program else other

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -61,6 +62,8 @@ def _without_interrupts() -> Iterator[None]:
     """Start a process that no Ctrl-C reaches until it says so: it would end in the middle of an import, with a
     traceback.
     """
+    # The first start of a process starts it, and it then lets these signals through, whatever was blocked.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

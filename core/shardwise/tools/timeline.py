@@ -99,8 +99,13 @@ def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) 
     try:
         with recorder.recording():
             yield recorder
-    finally:
-        _write(target, recorder)
+    except BaseException as error:
+        try:
+            _write(target, recorder)
+        except TimelineFileError as failure:
+            error.add_note(f"And {type(failure).__name__}: {failure}")
+        raise
+    _write(target, recorder)
 
 
 def _write(file: Path, recorder: Timeline) -> None:
