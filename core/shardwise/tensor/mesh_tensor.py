@@ -19,7 +19,7 @@ from shardwise.comm.policy import in_force as policies
 from shardwise.engine.decided import in_force
 from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
-from shardwise.errors import ItemError, MeshMismatchError, ShardingError
+from shardwise.errors import ItemError, ItemTypeError, ItemValueError, MeshMismatchError, ShardingError
 from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, refuse_argument
 from shardwise.kernel.dispatcher import answer, dispatch, rules_version
 from shardwise.kernel.engine import start
@@ -340,9 +340,9 @@ class MeshTensor(torch.Tensor):
         """The element of a one-element tensor, the same on every rank; raises :class:`ItemError` for another size."""
         return self._only("item()").item()
 
-    def _only(self, what: str) -> torch.Tensor:
+    def _only(self, what: str, refusal: type[ItemError] = ItemError) -> torch.Tensor:
         if self.numel() != 1:
-            raise ItemError(
+            raise refusal(
                 asked=f"take {what} of {self._spec}",
                 found=f"it has {self.numel()} elements",
                 do="Reduce it to one element first, or read full_tensor().",
@@ -356,16 +356,16 @@ class MeshTensor(torch.Tensor):
         return bool(self._only("bool()"))
 
     def __float__(self) -> float:
-        return float(self._only("float()"))
+        return float(self._only("float()", ItemValueError))
 
     def __int__(self) -> int:
-        return int(self._only("int()"))
+        return int(self._only("int()", ItemValueError))
 
     def __index__(self) -> int:
-        return self._only("index").__index__()
+        return self._only("index", ItemTypeError).__index__()
 
     def __complex__(self) -> complex:
-        return complex(self._only("complex()"))
+        return complex(self._only("complex()", ItemValueError))
 
     def __format__(self, format_spec: str) -> str:
         # Without a format it does not communicate, because printing on one rank alone must not hang. A number that is
