@@ -54,6 +54,8 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
     def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one op. The mode is off meanwhile."""
         for kind in types:
+            if getattr(kind, "meets_mesh_tensors", False):  # a class of a plugin, which says what it does beside them
+                return op(*args, **kwargs)
             if issubclass(kind, MeshTensor):
                 if kind is MeshTensor and len(types) == 1:
                     return dispatch_under_mode(_OnMesh, op, args, kwargs)
