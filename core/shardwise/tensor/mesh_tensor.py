@@ -19,8 +19,8 @@ from shardwise.comm.policy import in_force as policies
 from shardwise.engine.decided import in_force
 from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
-from shardwise.errors import ItemError, ItemTypeError, ItemValueError, MeshMismatchError, ShardingError
-from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, refuse_argument
+from shardwise.errors import ArgumentError, ItemError, ItemTypeError, ItemValueError, MeshMismatchError, ShardingError
+from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, kind_of, refuse_argument
 from shardwise.kernel.dispatcher import answer, dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
@@ -93,7 +93,7 @@ class MeshTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     def __new__(cls, local: torch.Tensor, spec: TensorSpec, requires_grad: bool = False) -> Self:
-        tensor: Self = new_wrapper(cls, local, spec, False)
+        tensor: Self = new_wrapper(cls, local, _own_spec(spec), False)
         return tensor.requires_grad_() if requires_grad else tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -445,6 +445,24 @@ class MeshTensor(torch.Tensor):
             f"MeshTensor({self._spec.tensor_meta}, {show_all(self.placements)}, mesh={sizes}, "
             f"local={tuple(self._local_tensor.shape)} on {self._local_tensor.device}{extra})"
         )
+
+
+def _own_spec(spec: Any) -> TensorSpec:
+    """A spec as it is, or one with the fields of another class of specs, as DTensor has.
+
+    Raises :class:`ArgumentError` if it has no such fields.
+    """
+    if isinstance(spec, TensorSpec):
+        return spec
+    meta = getattr(spec, "tensor_meta", None)
+    if meta is None or not hasattr(spec, "mesh"):
+        raise ArgumentError(
+            asked="make a MeshTensor of a local tensor and a spec",
+            found=f"its argument 'spec' is {kind_of(spec)}, which has no mesh, placements and tensor_meta",
+            do="Call MeshTensor.from_local(local_tensor, mesh, placements).",
+            argument="spec",
+        )
+    return TensorSpec(spec.mesh, tuple(spec.placements), TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
 
 
 def _rebuild(
