@@ -148,6 +148,20 @@ class ItemError(ShardingError):
     """``.item()`` was called on a tensor that does not have exactly one element."""
 
 
+class ItemValueError(ItemError, ValueError):
+    """A tensor that does not have exactly one element was taken for a number, as by ``float()`` and ``int()``.
+
+    It is a ``ValueError`` as well, which torch raises there.
+    """
+
+
+class ItemTypeError(ItemError, TypeError):
+    """A tensor that does not have exactly one element was taken for an index, as by ``operator.index`` and ``range``.
+
+    It is a ``TypeError`` as well, by which programs learn that a value is not an index.
+    """
+
+
 class ListLengthError(ShardingError):
     """Tensor lists that are zipped (foreach, fused) have unequal lengths."""
 

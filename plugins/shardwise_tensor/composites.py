@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import NoRuleError
+from shardwise_tensor.padded import is_left_aligned, padded_batch
 
 __all__ = ["CREATING", "INSTEAD"]
 
@@ -175,20 +175,9 @@ def _ctc_loss(
     return losses.sum() if reduction == 2 else losses  # noqa: PLR2004  # torch's number for a sum
 
 
-def _from_mask_left_aligned(x: Tensor, mask: Tensor) -> bool:
-    """Whether torch's encoder may turn a padded batch into a nested tensor, which a mesh does not have."""
-    if mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        return False
-    raise NoRuleError(
-        asked="run torch's fast path for a padded batch on MeshTensors",
-        found="it makes a nested tensor, and shardwise has none. It also gives zeros where the batch is padded",
-        do="Make the nn.TransformerEncoder with enable_nested_tensor=False.",
-        op="aten._nested_tensor_from_mask_left_aligned.default",
-    )
-
-
 INSTEAD: dict[Any, Callable[..., Any]] = {
-    aten._nested_tensor_from_mask_left_aligned.default: _from_mask_left_aligned,
+    aten._nested_tensor_from_mask_left_aligned.default: is_left_aligned,
+    aten._nested_tensor_from_mask.default: padded_batch,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     aten._pad_packed_sequence.default: _pad_packed_sequence,
     aten.ctc_loss.IntList: _ctc_loss,

@@ -55,7 +55,16 @@ def _select_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: A
     return picked.masked_fill_(others, neutral("sum", picked.dtype))
 
 
-@rule_from([aten.index_select.default, aten.index_select.out], lowering=_select_own)
+def _selected_on_meta(x: Tensor, dim: int, index: Tensor, **out: Tensor) -> Tensor:
+    """Torch's meta function takes an index of any shape."""
+    if index.ndim > 1:
+        msg = "index_select(): Index is supposed to be a vector"
+        raise IndexError(msg)
+    picked: Tensor = (aten.index_select.out if out else aten.index_select.default)(x, dim, index, **out)
+    return picked
+
+
+@rule_from([aten.index_select.default, aten.index_select.out], lowering=_select_own, meta=_selected_on_meta)
 def INDEX_SELECT(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
     """Other dims pass; in the result the index's dim replaces the indexed one; a sharded dim is masked."""
     if not x.ndim or _is_empty(x):

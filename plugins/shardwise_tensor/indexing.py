@@ -16,6 +16,8 @@ __all__ = ["RULES", "Indexing", "is_mask", "owned_block"]
 
 aten = torch.ops.aten
 
+_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool)
+
 
 @frozen
 class Indexing:
@@ -85,7 +87,19 @@ def _index_own(local: LocalCall, x: Tensor, indices: Sequence[Tensor | None], **
     return picked.masked_fill_(~block.mine[(..., *[None] * behind)], neutral("sum", picked.dtype))
 
 
-@rule_from([aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor], lowering=_index_own)
+def _index_on_meta(x: Tensor, indices: Sequence[Tensor | None], **out: Tensor) -> Tensor:
+    """Torch's meta function refuses bytes, which kernels take, and other dtypes by an error of another type."""
+    if any(index is not None and index.dtype not in _DTYPES for index in indices):
+        msg = "tensors used as indices must be long, int, byte or bool tensors"
+        raise IndexError(msg)
+    flags = [index if index is None or index.dtype != torch.uint8 else index.bool() for index in indices]
+    picked: Tensor = (aten.index.Tensor_out if out else aten.index.Tensor)(x, flags, **out)
+    return picked
+
+
+@rule_from(
+    [aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor], lowering=_index_own, meta=_index_on_meta
+)
 def INDEX(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
     """Dims without an index pass; the indices are pointwise among themselves; a sharded indexed dim is masked."""
     if any(map(is_mask, indices)):

@@ -303,7 +303,7 @@ CASES = [
     (in_place_of_a_copy, errors.InPlaceError, "aten.unfold.default"),
     (view_across_ranks, errors.ViewError, "data from another rank"),
     (item_of_many, errors.ItemError, "12 elements"),
-    (float_of_many, errors.ItemError, "12 elements"),
+    (float_of_many, errors.ItemValueError, "12 elements"),
     (foreach_of_unequal_length, errors.ListLengthError, "self: 1, other: 2"),
     (fused_of_unequal_length, errors.ListLengthError, "grads: 1"),
     (plain_tensor, errors.PlainTensorError, "'other' is a Tensor of shape (4, 3)"),

@@ -147,17 +147,43 @@ def test_ctc_takes_lengths_in_any_form(two_ranks):
     two_ranks.run(alignments)
 
 
-def padded_batch():
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    whole = nn.TransformerEncoder(layer, 1).eval()
-    model = sw.distribute_module(copy.deepcopy(whole), mesh((2,)))
+def padded_batches(norm_first, short):
+    """As one device, which has zeros where the batch is padded, by way of a nested tensor."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=norm_first)
+    whole = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4)).eval()
+    model = sw.distribute_module(copy.deepcopy(whole), mesh((2,)), {"layers.0.linear1.*": Shard(0)})
+    if short:  # without hooks a layer is one op
+        for part in model.modules():
+            part._forward_hooks.clear()
+            part._forward_pre_hooks.clear()
     x, right = torch.randn(BATCH, STEPS, 4), torch.arange(STEPS) >= torch.tensor(LENGTHS)[:, None]
-    left = right.flip(1)
-    with torch.no_grad():
-        equal(model(on(x), src_key_padding_mask=on(left)), whole(x, src_key_padding_mask=left))
-        with pytest.raises(NoRuleError, match="enable_nested_tensor=False"):
-            model(on(x), src_key_padding_mask=on(right))
+    for padding in (right, right.flip(1), right[:1].expand(BATCH, -1)):
+        for scope in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with scope():
+                equal(model(on(x), src_key_padding_mask=on(padding)), whole(x, src_key_padding_mask=padding))
 
 
-def test_a_nested_tensor_is_refused_with_the_remedy(two_ranks):
-    two_ranks.run(padded_batch)
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_padded_batch_in_an_encoder_that_infers(two_ranks, norm_first, short):
+    two_ranks.run(padded_batches, norm_first, short)
+
+
+class Gate(nn.TransformerEncoderLayer):
+    """A layer that does more to its operand than torch's own."""
+
+    def forward(self, src, **kwargs):
+        return super().forward(src.cumsum(1), **kwargs)
+
+
+def batch_for_another_layer():
+    model = nn.TransformerEncoder(Gate(4, 2, 8, batch_first=True), 1).eval()
+    model = sw.distribute_module(model, mesh((2,)))
+    padding = torch.arange(STEPS) >= torch.tensor(LENGTHS)[:, None]
+    with torch.no_grad(), pytest.raises(NoRuleError, match="enable_nested_tensor=False"):
+        model(on(torch.randn(BATCH, STEPS, 4)), src_key_padding_mask=on(padding))
+
+
+def test_other_ops_of_a_nested_tensor_are_refused_with_the_remedy(two_ranks):
+    two_ranks.run(batch_for_another_layer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -76,6 +76,17 @@ def refuse_other_layout(op: Op, result: torch.Tensor) -> None:
             op=op_name(op),
             layout=layout,
         )
+
+
+def refuse_nested(asked: str) -> NoReturn:
+    """Raise :class:`LayoutError` for a nested tensor that a program would make of MeshTensors."""
+    raise LayoutError(
+        asked=asked,
+        found="a nested tensor has parts of several lengths, and placements say how dense memory is divided",
+        do="Pad the parts to one length (torch.nn.utils.rnn.pad_sequence) and pass a mask of what is real, or run "
+        "these steps on to_local() of tensors that are sharded along the batch at most.",
+        layout="nested",
+    )
 
 
 class _FirstView:

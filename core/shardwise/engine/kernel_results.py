@@ -19,7 +19,7 @@ from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import flat_metas
 
-__all__ = ["metas_by_kernel"]
+__all__ = ["as_of_kernel", "metas_by_kernel"]
 
 
 def metas_by_kernel(schema: OpSchema, values: Sequence[Any], refusal: Exception) -> tuple[TensorMeta | None, ...]:
@@ -34,3 +34,10 @@ def metas_by_kernel(schema: OpSchema, values: Sequence[Any], refusal: Exception)
     if error is not None:
         raise error.with_traceback(None)
     return tuple(flat_metas(results))
+
+
+def as_of_kernel(refusal: Exception) -> Exception:
+    """What the meta device raises, or a ``RuntimeError`` in place of a failed assertion or division of torch's Python
+    code: no kernel raises those.
+    """
+    return RuntimeError(*refusal.args) if isinstance(refusal, (AssertionError, ArithmeticError)) else refusal

@@ -12,6 +12,7 @@ from shardwise.comm.redistribute import runner
 from shardwise.comm.rule_agreement import agree_on_asking
 from shardwise.engine.composites import replicated_tensor, replicating
 from shardwise.engine.decomposition import Decomposition, Failed, answered, decompose, stand_ins
+from shardwise.engine.first_run import refuse_nested
 from shardwise.engine.judging import judge_move
 from shardwise.engine.make_plan import check_written
 from shardwise.engine.plan_call import common_mesh, describe_call
@@ -85,6 +86,8 @@ class UnknownOp:
         kwargs = kwargs or {}
         if is_collective(self.op):  # before anything is compared: the other ranks may call something else
             raise refused_collective(op_name(self.op))
+        if "_nested_" in self.op.__name__:  # torch's name for each op that makes or reads one
+            refuse_nested(f"run {op_name(self.op)} on MeshTensors")
         # The key has every argument by value, numbers too: a formula may branch on one.
         parts: list[Any] = []
         for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):

@@ -12,7 +12,7 @@ from shardwise.comm.meeting import meet
 from shardwise.engine.c_functions import binding
 from shardwise.engine.first_run import put_in_order
 from shardwise.engine.kept_operands import KeptOperands
-from shardwise.engine.kernel_results import metas_by_kernel
+from shardwise.engine.kernel_results import as_of_kernel, metas_by_kernel
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plain_tensors import compare_on, refuse_foreign
 from shardwise.engine.resized_outs import resize_outs
@@ -123,9 +123,11 @@ def _describe(cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, valu
     try:
         metas = output_metas(entry.op, arguments, entry.rule.meta)
     except Exception as error:
-        if entry.rule.meta is not None or isinstance(error, ShardingError):
+        if isinstance(error, ShardingError):
             raise
-        refusal = error
+        refusal = as_of_kernel(error)
+        if entry.rule.meta is not None:
+            raise refusal from (None if refusal is error else error)
     if refusal is not None:  # outside of the handler: what the program was handling is the context of an error
         metas = metas_by_kernel(schema, arguments, refusal)
     return DescribedCall.of(entry, schema, metas)

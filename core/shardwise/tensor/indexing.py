@@ -48,4 +48,6 @@ def with_tensors(tensor: Any, index: Any) -> Any:
 
 def _numbers(tensor: Any, index: Any) -> Any:
     numbers = torch.tensor(index, device=tensor.device, dtype=None if len(index) else torch.int64)
+    if numbers.is_floating_point():  # torch takes the whole numbers in them
+        numbers = numbers.to(torch.int64)
     return replicated_tensor(type(tensor), tensor._spec.mesh, numbers)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.autograd.graph import increment_version
 
+from shardwise.engine.first_run import refuse_nested
 from shardwise.engine.plain_tensors import accept
 from shardwise.errors import LayoutError, PlainTensorError, TracingError
 from shardwise.kernel.engine import tensor_class
@@ -298,6 +299,8 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     asking = cast("FrameType", inspect.currentframe()).f_back
     if is_compiled_now() or is_traced(tensor._local_tensor) or is_describing(asking):
         return torch.Tensor.untyped_storage(tensor)
+    if asking is not None and str(asking.f_globals.get("__name__")).startswith("torch.nested."):
+        refuse_nested(f"make a nested tensor with values in {tensor._spec}")
     _refuse(
         tensor,
         "read or write the storage of {}",

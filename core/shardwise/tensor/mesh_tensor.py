@@ -16,8 +16,8 @@ from shardwise.comm.policy import InForceThen
 from shardwise.comm.policy import in_force as policies
 from shardwise.engine.decided import in_force
 from shardwise.engine.judging import judge_move
-from shardwise.errors import ItemError, MeshMismatchError
-from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, refuse_argument
+from shardwise.errors import ArgumentError, ItemError, ItemTypeError, ItemValueError, MeshMismatchError
+from shardwise.kernel.arguments import check_dtype, check_flag, check_mesh, kind_of, refuse_argument
 from shardwise.kernel.dispatcher import dispatch, rules_version
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
 from shardwise.kernel.places import Places
@@ -73,7 +73,7 @@ class MeshTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     def __new__(cls, local: torch.Tensor, spec: TensorSpec, requires_grad: bool = False) -> Self:
-        tensor: Self = new_wrapper(cls, local, spec, False)
+        tensor: Self = new_wrapper(cls, local, _own_spec(spec), False)
         return tensor.requires_grad_() if requires_grad else tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -320,9 +320,9 @@ class MeshTensor(torch.Tensor):
         """The element of a one-element tensor, the same on every rank; raises :class:`ItemError` for another size."""
         return self._only("item()").item()
 
-    def _only(self, what: str) -> torch.Tensor:
+    def _only(self, what: str, refusal: type[ItemError] = ItemError) -> torch.Tensor:
         if self.numel() != 1:
-            raise ItemError(
+            raise refusal(
                 asked=f"take {what} of {self._spec}",
                 found=f"it has {self.numel()} elements",
                 do="Reduce it to one element first, or read full_tensor().",
@@ -336,16 +336,16 @@ class MeshTensor(torch.Tensor):
         return bool(self._only("bool()"))
 
     def __float__(self) -> float:
-        return float(self._only("float()"))
+        return float(self._only("float()", ItemValueError))
 
     def __int__(self) -> int:
-        return int(self._only("int()"))
+        return int(self._only("int()", ItemValueError))
 
     def __index__(self) -> int:
-        return self._only("index").__index__()
+        return self._only("index", ItemTypeError).__index__()
 
     def __complex__(self) -> complex:
-        return complex(self._only("complex()"))
+        return complex(self._only("complex()", ItemValueError))
 
     def __format__(self, format_spec: str) -> str:
         # Without a format it does not communicate, because printing on one rank alone must not hang. A number that is
@@ -425,6 +425,24 @@ class MeshTensor(torch.Tensor):
             f"MeshTensor({self._spec.tensor_meta}, {show_all(self.placements)}, mesh={sizes}, "
             f"local={tuple(self._local_tensor.shape)} on {self._local_tensor.device}{extra})"
         )
+
+
+def _own_spec(spec: Any) -> TensorSpec:
+    """A spec as it is, or one with the fields of another class of specs, as DTensor has.
+
+    Raises :class:`ArgumentError` if it has no such fields.
+    """
+    if isinstance(spec, TensorSpec):
+        return spec
+    meta = getattr(spec, "tensor_meta", None)
+    if meta is None or not hasattr(spec, "mesh"):
+        raise ArgumentError(
+            asked="make a MeshTensor of a local tensor and a spec",
+            found=f"its argument 'spec' is {kind_of(spec)}, which has no mesh, placements and tensor_meta",
+            do="Call MeshTensor.from_local(local_tensor, mesh, placements).",
+            argument="spec",
+        )
+    return TensorSpec(spec.mesh, tuple(spec.placements), TensorMeta(torch.Size(meta.shape), meta.stride, meta.dtype))
 
 
 def _rebuild(

@@ -53,11 +53,12 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
 
     def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one op. The mode is off meanwhile."""
+        if len(types) == 1 and types[0] is MeshTensor:
+            return dispatch_under_mode(_OnMesh, op, args, kwargs)
         for kind in types:
-            if issubclass(kind, MeshTensor):
-                if kind is MeshTensor and len(types) == 1:
-                    return dispatch_under_mode(_OnMesh, op, args, kwargs)
-                # As without the mode: torch lists a subclass before its base.
+            if getattr(kind, "meets_mesh_tensors", False):  # a class of a plugin, which says what it does beside them
+                return op(*args, **kwargs)
+            if issubclass(kind, MeshTensor):  # as without the mode: torch lists a subclass before its base
                 return kind.__torch_dispatch__(op, types, args, kwargs)
         mesh = self.mesh
         # An op that the innermost mode runs reaches the outer ones.
