@@ -17,7 +17,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.discovery.process import default_registry, use_registry
 from shardwise.engine import plain_tensors
 from shardwise.engine.decomposition import Decomposition, Failed, decompose, formulas, stand_ins
-from shardwise.errors import InPlaceError, NoRuleError, UnknownOpWarning
+from shardwise.errors import InPlaceError, LayoutError, NoRuleError, UnknownOpWarning
 from shardwise.kernel import dispatcher
 from shardwise.kernel.precedence import Origin
 from shardwise.kernel.registry import Registrar, Registry
@@ -250,11 +250,24 @@ def test_refusals_name_the_parts_and_the_page_of_remedies():
             torch.addcmul(a, a, a)
 
 
+@torch.library.custom_op("acme_parts::asserts", mutates_args=())
+def asserts(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+@asserts.register_fake
+def _(_):
+    msg = "memory INTERNAL ASSERT FAILED at somewhere.cpp:1, please report a bug"
+    raise RuntimeError(msg)
+
+
 def test_an_op_that_cannot_run_without_data_is_refused():
     """Torch's own words for it, a failed assertion of its C++, are no answer to the program."""
     with world() as four:
         a = on(four, x, Shard(0))
-        with pytest.raises(NoRuleError, match=r"aten\._nested_tensor_from_tensor_list"):
+        with pytest.raises(NoRuleError, match=r"run acme_parts\.asserts"):
+            asserts(a)
+        with pytest.raises(LayoutError, match=r"run aten\._nested_tensor_from_tensor_list.* parts of several lengths"):
             torch.nested.nested_tensor([a, a])
         with pytest.raises(RuntimeError, match=r"size of tensor a \(8\) must match"):  # what one device says
             torch.ops.aten.addcmul(a, a, on(four, y[:5], Shard(0)))
