@@ -75,9 +75,9 @@ class PaddedBatch(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
         cls, op: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        padded = next(t for t in args if isinstance(t, cls))
+        padded = next((t for t in args if isinstance(t, cls)), None)
         dense = [t.batch if isinstance(t, cls) else t for t in args]
-        if kwargs:
+        if padded is None or kwargs:  # in a list, for example
             return _refuse(op)
         if op is aten.to_padded_tensor.default and dense[2:] == [list(padded.batch.shape)]:
             return padded.batch.masked_fill(padded.is_real.logical_not().unsqueeze(-1), dense[1])

@@ -18,6 +18,7 @@ READS = {
     "plugins/shardwise_tensor/composites.py": "`tensor_split` at positions",
     "plugins/shardwise_tensor/copying.py": "`torch.equal`, `torch.allclose`",
     "plugins/shardwise_tensor/owning.py": "an index into a sharded dim that is written",
+    "plugins/shardwise_tensor/padded.py": "a padding mask of `nn.TransformerEncoder`",
     "plugins/shardwise_tensor/putting.py": "an index into a sharded dim that is written",
 }
 METHODS = {"item", "tolist", "nonzero", "cpu", "numpy"}

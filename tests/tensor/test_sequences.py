@@ -170,20 +170,28 @@ def test_a_padded_batch_in_an_encoder_that_infers(two_ranks, norm_first, short):
     two_ranks.run(padded_batches, norm_first, short)
 
 
-class Gate(nn.TransformerEncoderLayer):
+class Sums(nn.TransformerEncoderLayer):
     """A layer that does more to its operand than torch's own."""
 
     def forward(self, src, **kwargs):
         return super().forward(src.cumsum(1), **kwargs)
 
 
-def batch_for_another_layer():
-    model = nn.TransformerEncoder(Gate(4, 2, 8, batch_first=True), 1).eval()
+class Joins(nn.TransformerEncoderLayer):
+    """One that has its operand in a list."""
+
+    def forward(self, src, **kwargs):
+        return super().forward(torch.cat([src, src]), **kwargs)
+
+
+def batch_for_another_layer(layer):
+    model = nn.TransformerEncoder(layer(4, 2, 8, batch_first=True), 1).eval()
     model = sw.distribute_module(model, mesh((2,)))
     padding = torch.arange(STEPS) >= torch.tensor(LENGTHS)[:, None]
     with torch.no_grad(), pytest.raises(NoRuleError, match="enable_nested_tensor=False"):
         model(on(torch.randn(BATCH, STEPS, 4)), src_key_padding_mask=on(padding))
 
 
-def test_other_ops_of_a_nested_tensor_are_refused_with_the_remedy(two_ranks):
-    two_ranks.run(batch_for_another_layer)
+@pytest.mark.parametrize("layer", [Sums, Joins])
+def test_other_ops_of_a_nested_tensor_are_refused_with_the_remedy(two_ranks, layer):
+    two_ranks.run(batch_for_another_layer, layer)
