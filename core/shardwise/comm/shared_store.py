@@ -48,8 +48,8 @@ class SharedStore:
 
         What happens between this and a call is not seen; torch then writes one stack.
         """
-        end = time.monotonic() + _END
-        while self.holder is not None and not self._is_closed() and self.holder.is_ending():
+        holder, end = self.holder, time.monotonic() + _END  # another thread may take it away meanwhile
+        while holder is not None and not self._is_closed() and holder.is_ending():
             if time.monotonic() >= end:
                 self.holder = None
                 break
