@@ -1,5 +1,6 @@
 """Attacks on files that worked once, each by its name."""
 
+import copyreg
 import io
 import os
 import pickle
@@ -34,6 +35,7 @@ from shardwise.kernel.placements import parse_placement
 from shardwise.planning.link_file import MOST as MOST_LINKS
 from shardwise.planning.link_file import parse as parse_links
 from shardwise.planning.link_file import read as read_links
+from shardwise.private_torch.saved import MemoryFormat
 from shardwise.program.lock_file import parse as parse_lock
 from shardwise.program.lock_file import read_lock
 from shardwise.program.plan_file import parse as parse_plan
@@ -109,6 +111,10 @@ def test_a_pickle_sets_no_attribute_of_a_class(folder):
         b"\x80\x04cposix\nsystem\n\x8c\x04true\x85R.",
         b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
         b"cbuiltins\ngetattr\n.",
+        b"cbuiltins\ngetattr\nctorch\nSize\n\x8c\x09__class__\x86R.",
+        b"cbuiltins\ngetattr\nctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n\x8c\x07__doc__\x86R.",
+        b"cbuiltins\ngetattr\nctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x86R.",
+        b"cbuiltins\ngetattr\n\x8c\x01a\x8c\x01b\x86R.",
         b"\x80\x04ctorch\nload\n.",
         b"\x80\x04ctorch\n__builtins__\n.",
         b"\x80\x04\x8d" + b"\xff" * 7 + b"\x0f" + b"a.",
@@ -128,6 +134,21 @@ def test_lists_of_every_protocol_are_read(folder):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         assert load_metadata(pickle.dumps(metadata, protocol)) == metadata
+
+
+def test_members_of_enums_are_read_as_every_python_writes_them(folder):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    kinds = {
+        "3.11.0 to 3.11.3": lambda member: (getattr, (MemoryFormat, member.name)),
+        "before and since": lambda member: (MemoryFormat, (member.value,)),
+    }
+    for how, reduce in kinds.items():
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            written = io.BytesIO()
+            pickler = pickle.Pickler(written, protocol)
+            pickler.dispatch_table = copyreg.dispatch_table | {MemoryFormat: reduce}
+            pickler.dump(metadata)
+            assert load_metadata(written.getvalue()) == metadata, (how, protocol)
 
 
 def test_a_piece_that_is_missing_is_noticed(folder):

@@ -66,10 +66,20 @@ def _path(kind: type) -> Callable[..., Any]:
     return make
 
 
+def _memory_format(of: Any, name: Any) -> Any:
+    if type(of) is not _Name or of != _MEMORY_FORMAT or type(name) is not str or name not in MemoryFormat.__members__:
+        raise _wrong("an attribute of something else than the memory formats")
+    return MemoryFormat[name]
+
+
+_MEMORY_FORMAT = (_MODULE, "_MEM_FORMAT_ENCODING")
+
 _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): layout_named,
-    (_MODULE, "_MEM_FORMAT_ENCODING"): MemoryFormat,
+    _MEMORY_FORMAT: MemoryFormat,
+    # Python 3.11.0 to 3.11.3 write a member of an enum as an attribute of its class; protocol 2 names the module so.
+    **{(module, "getattr"): _memory_format for module in ("builtins", "__builtin__")},
     ("collections", "OrderedDict"): lambda: OrderedDict(),  # noqa: PLW0108  # without contents
     # Where pathlib keeps its classes differs between releases of Python. A path of another system is read, too.
     **{(module, "PosixPath"): _path(PurePosixPath) for module in ("pathlib", "pathlib._local")},
@@ -118,6 +128,8 @@ class _Machine:
                 self.at += 1
                 if code == _STOP:
                     (value,) = self.stack
+                    if type(value) is _Name:
+                        raise _wrong("a name alone")
                     return value
                 operation = operations.get(code)
                 if operation is None:
