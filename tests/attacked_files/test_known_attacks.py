@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import re
-import time
 import zipfile
 from pathlib import Path
 
@@ -86,12 +85,10 @@ def test_a_far_place_in_the_pickles_memo_takes_no_memory(folder):
 
 
 def test_nested_tuples_are_no_keys(folder):
-    # The hash of a tuple that holds itself twice, forty times over, takes a year.
+    # The hash of a tuple that holds itself twice, sixty times over, takes thousands of years.
     bomb = b"\x80\x04})\x94" + b"".join(b"h%c\x86\x94" % k for k in range(60)) + b"Ns."
-    begin = time.monotonic()
     (folder / ".metadata").write_bytes(bomb)
     refused(folder, "a tuple as a key")
-    assert time.monotonic() - begin < 5
 
 
 def test_a_pickle_sets_no_attribute_of_a_class(folder):

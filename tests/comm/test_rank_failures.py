@@ -378,10 +378,8 @@ def one_rank_ends_after_an_error_of_all() -> None:
 @pytest.mark.slow
 @pytest.mark.sample
 def test_a_rank_that_ends_after_it_caught_what_every_rank_raised_ends_the_others(pair: WorkerPool) -> None:
-    start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         pair.run(one_rank_ends_after_an_error_of_all, timeout=60)
-    assert time.monotonic() - start < 20
     failure, none = caught.value.errors
     assert failure.kind == "RankFailedError"
     assert (
