@@ -81,6 +81,26 @@ def kept_from_the_collector():
     gc.freeze()
 
 
+CASES = 2
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of a test with many cases .ci/run's sample has two, or ``sample(cases=n)``, far from each other in the list."""
+    if "sample" not in config.option.markexpr:
+        return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    left_out = set()
+    for every in cases.values():
+        n = max(item.get_closest_marker("sample").kwargs.get("cases", CASES) for item in every)
+        left_out.update(every)
+        left_out.difference_update(every[i * len(every) // n] for i in range(n))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not sys.modules["torch"].cuda.is_available():
         pytest.skip("needs a CUDA device, and torch finds none here")

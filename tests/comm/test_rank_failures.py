@@ -455,7 +455,6 @@ sw.distribute_module(model, init_device_mesh("cpu", (2,)), "no.plan" if rank == 
 
 
 @pytest.mark.slow
-@pytest.mark.sample
 def test_an_error_before_the_first_collective_of_a_rank_is_told() -> None:
     errors = [error for _, error in run_pair(FAILS_FIRST, BAD)]
     said = f"rank {BAD} has failed in distribute_module: PlanFileError: read the plan: no.plan cannot be read"

@@ -78,8 +78,7 @@ def test_the_demo_agrees_and_reports(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.sample
-@pytest.mark.parametrize(("mesh", "layers"), [("2x1", 1), ("2x2", 2)])
+@pytest.mark.parametrize(("mesh", "layers"), [("2x1", 1), pytest.param("2x2", 2, marks=pytest.mark.sample)])
 def test_the_demo_as_a_person_runs_it(tmp_path, mesh, layers):
     path = tmp_path / "report.json"
     with start("--steps", "3", "--layers", str(layers), "--mesh", mesh, "--json", str(path)) as demo:
@@ -124,7 +123,6 @@ def test_ctrl_c_leaves_nothing_behind(endless):
 
 
 @pytest.mark.slow
-@pytest.mark.sample
 def test_a_killed_parent_leaves_nothing_behind(endless):
     demo, workers = endless
     demo.kill()

@@ -11,7 +11,6 @@ COMMANDS = 10
 
 
 @pytest.mark.slow
-@pytest.mark.sample
 def test_the_tutorial_as_its_reader_does_it(environment, docs):
     env = environment().add_commands()
     folder, done = env.cwd, 0

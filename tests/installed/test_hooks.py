@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow  # environments take seconds each: .ci/run takes those that are marked
 
 LINKS = """
     from shardwise.planning.cost import Link, Links
@@ -34,8 +34,6 @@ START = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 def test_a_plugin_says_what_moves_cost_and_the_first_by_name_that_answers_counts(environment, wheel):
     slow = "Links((Link(1.0, 1.0, 1.0),) * len(mesh_shape), 1.0, 1.0) if device_type == 'cpu' else None"
     slower = "Links((Link(2.0, 1.0, 1.0),) * len(mesh_shape), 1.0, 1.0) if wires[0] == 'nvlink' else None"
@@ -48,14 +46,13 @@ def test_a_plugin_says_what_moves_cost_and_the_first_by_name_that_answers_counts
     assert default != [[1.0, 1.0], [2.0]]
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 def test_an_answer_that_is_no_links_is_an_error_that_names_the_plugin(environment, wheel):
     done = environment(wheel("acme-links", LINKS.format(arguments="", answer="3"))).run(COSTS)
     assert "PluginLoadError: cost redistributions on a mesh of shape (2, 4) by the plugin acme-links 1.0" in done.stderr
     assert "answers 3" in done.stderr
 
 
+@pytest.mark.sample
 def test_a_plugin_sees_every_dispatch(environment, wheel):
     source = """
         from shardwise.hookspecs import hookimpl
@@ -98,6 +95,7 @@ def test_what_a_hook_that_watches_raises_names_the_plugin(environment, wheel):
     assert "its hook shardwise_dispatched raised KeyError: 'no such metric'" in done.stderr
 
 
+@pytest.mark.sample
 def test_neither_pluggy_nor_a_plugin_is_on_the_hot_path(environment, wheel):
     code = (
         START

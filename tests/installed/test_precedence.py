@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow  # environments take seconds each: .ci/run takes those that are marked
 
 MM = ("mm", "m k, k n -> m n", "reduce={'k': 'sum'}")
 
@@ -72,6 +72,7 @@ def test_a_third_party_rule_beside_a_first_party_one_is_a_conflict_too(conflict)
     assert "shardwise-matmul (shardwise " in message
 
 
+@pytest.mark.sample
 def test_the_setting_that_a_conflict_names_resolves_it(rivals, conflict):
     _, settings = conflict["_copy_from_and_resize"]
     variable, _, value = settings["environment"].partition("=")
@@ -99,6 +100,7 @@ def test_prefer_for_a_plugin_without_a_rule_for_the_op_is_no_silent_wish(rivals)
     assert "prefer aten.add.Tensor=acme-kernels names a plugin that has no rule for it" in message
 
 
+@pytest.mark.sample
 def test_strict_mode_raises_for_a_conflict_at_load(rivals):
     done = rivals.run(ASK, SHARDWISE_STRICT="1")
     assert done.returncode != 0
@@ -136,14 +138,11 @@ def test_replaces_goes_before_first_party_and_prefer_and_override_before_it(envi
     assert answer == [preferred, "override (this process -)", preferred, "override (this process -)", preferred]
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 def test_a_hook_may_say_replaces_for_all_its_rules(environment, wheel, installed):
     source = installed.source_of(*MM).replace("registry.add(RULE)", "registry.add(RULE, replaces='shardwise')")
     assert environment(wheel("acme-kernels", source)).answer(ASK)["mm"] == "acme-kernels 1.0"
 
 
-@pytest.mark.slow
 @pytest.mark.sample
 def test_two_plugins_that_replace_first_party_are_a_conflict(environment, wheel, installed):
     source = installed.source_of(*MM[:2], MM[2] + ", replaces='shardwise'")
@@ -152,8 +151,6 @@ def test_two_plugins_that_replace_first_party_are_a_conflict(environment, wheel,
     assert "bolt-kernels" in message
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 @pytest.mark.parametrize("order", [("acme-kernels", "bolt-kernels"), ("bolt-kernels", "acme-kernels")])
 def test_the_order_of_installation_decides_nothing(environment, wheel, installed, order):
     """Bolt replaces Acme; both ways round, the winner and the order of the list are the same."""

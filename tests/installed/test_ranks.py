@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 # Everyday runs leave it to tests/comm/test_rule_agreement.py, on the pool.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow  # environments take seconds each: .ci/run takes those that are marked
 
 RANK = """
     import datetime, json, os, sys, warnings
@@ -77,6 +77,7 @@ def test_ranks_with_the_same_plugins_go_on(envs):
     assert start([envs[0]] * 4, DISTRIBUTE, {}) == [["went on", ""]] * 4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "use",
     [DISTRIBUTE, FROM_LOCAL],

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow  # environments take seconds each: .ci/run takes those that are marked
 
 FATES = """
     import json, sys
@@ -27,6 +27,7 @@ def blocked(reason):
     return ["blocked", reason]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -55,6 +56,7 @@ def test_what_the_environment_says_of_each_plugin_and_what_is_imported(two, sett
     assert imported == [m for m, fate in zip(modules, expected, strict=True) if fate == LOADED]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("variable", ["SHARDWISE_PLUGINS", "SHARDWISE_DISABLE_PLUGINS", "SHARDWISE_PREFER"])
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(two, variable):
     value = "aten.mm=acme-misspelt" if variable == "SHARDWISE_PREFER" else "acme-misspelt"

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow  # environments take seconds each: .ci/run takes those that are marked
 
 COUNTING = """
     import os, pathlib, time
@@ -40,6 +40,7 @@ def test_importing_shardwise_imports_no_plugin(env, log):
     assert lines(log) == []
 
 
+@pytest.mark.sample
 def test_the_first_look_up_loads_once_also_from_many_threads(env, log):
     code = """
         import json, torch
@@ -54,6 +55,7 @@ def test_the_first_look_up_loads_once_also_from_many_threads(env, log):
     assert len(lines(log)) == 1
 
 
+@pytest.mark.sample
 def test_a_fork_keeps_the_registry_and_one_in_the_middle_of_loading_does_not_hang(env, log):
     code = """
         import json, multiprocessing, threading, time, torch

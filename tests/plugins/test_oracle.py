@@ -77,7 +77,7 @@ def test_the_oracle_accepts(plugin, rule, record):
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(cases=30)
 @pytest.mark.parametrize(("plugin", "rule"), rules_with(other_ops))
 def test_the_oracle_accepts_the_other_ops(plugin, rule, record):
     report = judged(plugin, rule, cases=EVERYDAY)
@@ -101,7 +101,7 @@ LOWERED = [p for p in RULES if getattr(p.values[1], "lowering", None) is not Non
 
 
 @pytest.mark.slow
-@pytest.mark.sample
+@pytest.mark.sample(cases=30)
 @pytest.mark.parametrize(("plugin", "rule"), LOWERED)
 def test_the_oracle_accepts_a_fixed_sample(plugin, rule, record):
     report = judged(plugin, rule, cases=SAMPLE, seed=1)

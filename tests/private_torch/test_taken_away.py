@@ -16,7 +16,7 @@ from shardwise.private_torch.parts import ALSO_RUN, TESTED_TORCH
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.sample,
+    pytest.mark.sample(cases=60),
     pytest.mark.skipif(torch.cuda.is_available(), reason="copies of a process cannot share its CUDA device"),
 ]
 

@@ -117,7 +117,6 @@ def test_views_of_all_layouts(two_ranks, program):
 
 
 @pytest.mark.slow
-@pytest.mark.sample
 def test_views_of_sizes_that_may_change(two_ranks):
     two_ranks.run(compare, [read, write_base, write_input], ["S(0)", "S(1)"], "aot_eager", True, timeout=240)
 

@@ -48,7 +48,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(cases=10)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_fixed_sample_of_ten(pool, name, tmp_path):
