@@ -69,7 +69,7 @@ def _path(kind: type) -> Callable[..., Any]:
 def _memory_format(of: Any, name: Any) -> Any:
     if type(of) is not _Name or of != _MEMORY_FORMAT or type(name) is not str or name not in MemoryFormat.__members__:
         raise _wrong("an attribute of something else than the memory formats")
-    return MemoryFormat[name]
+    return MemoryFormat.__members__[name]
 
 
 _MEMORY_FORMAT = (_MODULE, "_MEM_FORMAT_ENCODING")
