@@ -18,6 +18,7 @@ from contextlib import suppress
 from attrs import evolve
 
 from shardwise.comm.failure_notes import GONE, PROCESS, TICK, Note, current_world
+from shardwise.comm.thread_frames import frames_of_threads, stack_of
 
 __all__ = ["end_with_reason"]
 
@@ -49,8 +50,8 @@ def end_with_reason() -> None:
 
 def _report(error: Exception) -> None:
     """Print an error as if the main thread had raised it, which waits in native code and cannot."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # documented
-    stack = [] if frame is None else traceback.format_stack(frame)
+    frames = stack_of(frames_of_threads().get(threading.main_thread().ident or 0))
+    stack = traceback.format_stack(frames[0]) if frames else []
     lines = ["Traceback (most recent call last):\n", *stack, *traceback.format_exception_only(error)]
     with suppress(Exception):
         sys.stdout.flush()

@@ -9,7 +9,6 @@ still come, so such a wait ends by a limit (the setting ``wait-limit``).
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -21,6 +20,7 @@ from shardwise.comm.call_posts import latest_post, lines_by_rank
 from shardwise.comm.call_sites import short_line, users_frame
 from shardwise.comm.failure_notes import Note, Wait, World
 from shardwise.comm.gone_processes import gone_rank
+from shardwise.comm.thread_frames import frames_of_threads, stack_of
 from shardwise.errors import RankDisagreementError, RankWaitError
 from shardwise.settings import read_settings
 
@@ -185,7 +185,8 @@ def _answer(world: World, looks: _Looks) -> None:
     if not world.logs or (asked := world.store.add(f"{world.prefix}/asked", 0)) == looks.asked:
         return
     looks.asked = asked
-    frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))  # noqa: SLF001  # documented
+    stack = stack_of(frames_of_threads().get(threading.main_thread().ident or 0))
+    frame = users_frame(stack[0] if stack else None)
     line = "no line of the program" if frame is None else short_line(frame.f_code, frame.f_lasti)
     world.store.set(f"{world.prefix}/does/{world.rank}", line)
 

@@ -8,10 +8,10 @@ or write what their program has to write, and learn of the failure when they wai
 from __future__ import annotations
 
 import ctypes
-import sys
 from types import FrameType
 
 from shardwise.comm.failure_notes import World
+from shardwise.comm.thread_frames import frames_of_threads, stack_of
 from shardwise.errors import RankFailedError
 from shardwise.private_torch.compiling import compiling_frame
 
@@ -41,8 +41,8 @@ def stop_compiling(world: World) -> None:
 
 def _at_work() -> dict[int, FrameType]:
     """By thread that compiles, the outermost frame of its compiler."""
-    frames = sys._current_frames()  # noqa: SLF001  # documented
-    return {thread: frame for thread in frames if (frame := compiling_frame(frames[thread])) is not None}
+    stacks = {thread: stack_of(frame) for thread, frame in frames_of_threads().items()}
+    return {thread: frame for thread, stack in stacks.items() if (frame := compiling_frame(stack[0])) is not None}
 
 
 def _raise_in(thread: int, error: BaseException) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -23,6 +24,7 @@ from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, Wait, World
 from shardwise.comm.gone_processes import absent_rank, gone_rank, learn_processes
 from shardwise.comm.standstill import look_at_waits
 from shardwise.comm.stopped_compiles import stop_compiling
+from shardwise.comm.thread_frames import caller_of, frames_of_threads, handled_in, local_of, stack_of
 from shardwise.errors import ShardingError
 from shardwise.private_torch.distributed import calls_of
 
@@ -145,7 +147,7 @@ def _awaited(world: World, now: float) -> set[int]:
     """
     waits: dict[Any, tuple[Any, float, Wait | None]] = {}
     ranks: set[int] = set()
-    for thread, innermost in sys._current_frames().items():  # noqa: SLF001  # documented; the threads pay nothing
+    for thread, innermost in frames_of_threads().items():
         frame = _waiting_frame(innermost)
         if frame is not None:
             place, awaited = _waited_for(frame)
@@ -175,7 +177,7 @@ def _waiting_frame(frame: FrameType) -> FrameType | None:
     for _ in range(_FRAMES_OF_OP):
         if at is not None and at.f_code.co_filename == _OF_GRAPHS:
             return at if at.f_code.co_name == "wait" else None
-        at = None if at is None else at.f_back
+        at = None if at is None else caller_of(at)
     return None
 
 
@@ -194,26 +196,23 @@ def _wait(world: World, thread: int, frame: FrameType, awaited: Sequence[int] | 
 
 def _handled(thread: int) -> str:
     """The error that a thread handles; empty if there is none."""
-    error: Any = sys._current_exceptions().get(thread)  # noqa: SLF001  # documented
-    if isinstance(error, tuple):  # in Python 3.11
-        error = error[1]
+    error = handled_in(thread)
     return "" if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}".rstrip(": ")
 
 
 def _wait_in(world: World, thread: int, frame: FrameType, awaited: Sequence[int] | None) -> Wait | None:
     if thread in world.compares:
         return world.compares[thread]
+    stack = stack_of(frame)
     user = users_frame(frame)
     line = "" if user is None else f" at {short_line(user.f_code, user.f_lasti)}"
-    at: FrameType | None = frame
-    while at is not None and at.f_code.co_filename.startswith(_HERE):
-        result: Any = at.f_locals.get("self")
+    for at in takewhile(lambda at: at.f_code.co_filename.startswith(_HERE), stack):
+        result = local_of(at, "self")
         log = getattr(result, "log", None)
         if log is not None:
             number = getattr(result.work, "number", result.number)
             text = str(log.call(number))  # where it was issued; the line where it is waited for may be another one
             return Wait("collective", log.name, number, log.ranks, text if line in text else f"{text}, waits{line}")
-        at = at.f_back
     if frame.f_code.co_filename != _TORCHS:
         return None
     ranks = tuple(range(world.size) if awaited is None else awaited)
@@ -224,13 +223,18 @@ def _wait_in(world: World, thread: int, frame: FrameType, awaited: Sequence[int]
 
 def _group_of(frame: FrameType) -> Any:
     """The process group of the call of torch.distributed that a thread waits in."""
+    groups = (local_of(at, "group") for at in _near(frame))
+    return next((group for group in groups if group is not None), dist.group.WORLD)
+
+
+def _near(frame: FrameType) -> Iterator[FrameType]:
+    """The frames of torch and of this package in which the call that a thread waits in has its arguments."""
     at: FrameType | None = frame
     for _ in range(_NEAR):
-        if at is not None:
-            if at.f_locals.get("group") is not None:
-                return at.f_locals["group"]
-            at = at.f_back
-    return dist.group.WORLD
+        if at is None or not at.f_code.co_filename.startswith((TORCH, _HERE)):
+            return  # what a program names alike is its own
+        yield at
+        at = caller_of(at)
 
 
 def _look(world: World, now: float) -> None:
@@ -263,17 +267,15 @@ def _look(world: World, now: float) -> None:
 def _waited_for(frame: FrameType) -> tuple[Any, Sequence[int] | None]:
     """What a thread waits for, to be compared with what it waits for later, and the ranks; ``None`` for any rank."""
     place: Any = (id(frame), frame.f_lasti)
-    at: FrameType | None = frame
-    for _ in range(_NEAR):
-        if at is None:
-            break
-        waiter: Any = at.f_locals.get("self")
+    for at in _near(frame):
+        waiter = local_of(at, "self")
         if hasattr(waiter, "process_group"):  # an AsyncResult; the frames of two of them may have one address
             return ref(waiter), None if waiter.process_group is None else ranks_of(waiter.process_group)
-        if at.f_locals.get("awaited") is not None:  # it looks again and again, so its instruction changes
-            return (id(at), at.f_locals.get("key")), at.f_locals["awaited"]
-        if at.f_locals.get("group") is not None:
+        awaited = local_of(at, "awaited")
+        if awaited is not None:  # it looks again and again, so its instruction changes
+            return (id(at), local_of(at, "key")), awaited
+        group = local_of(at, "group")
+        if group is not None:
             # The frames of two calls may have one address.
-            return (*place, calls_of(at.f_locals["group"])), ranks_of(at.f_locals["group"])
-        at = at.f_back
+            return (*place, calls_of(group)), ranks_of(group)
     return (*place, calls_of(dist.group.WORLD)), None
