@@ -128,7 +128,7 @@ def test_no_other_thread_sees_the_collector_turned_off():
         try:
             thread.start()
             for _ in range(2000):
-                stack_of(frames_of_threads()[threading.get_ident()])
+                stack_of(frames_of_threads()[thread.ident or 0])
         finally:
             stop.set()
             thread.join()

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from inspect import currentframe
 
 from attrs import evolve
 
@@ -50,8 +51,10 @@ def end_with_reason() -> None:
 
 def _report(error: Exception) -> None:
     """Print an error as if the main thread had raised it, which waits in native code and cannot."""
-    frames = stack_of(frames_of_threads().get(threading.main_thread().ident or 0))
-    stack = traceback.format_stack(frames[0]) if frames else []
+    main = threading.main_thread().ident or 0
+    frame = currentframe() if threading.get_ident() == main else frames_of_threads().get(main)
+    frames = stack_of(frame)
+    stack = traceback.format_stack(frame) if frames else []
     lines = ["Traceback (most recent call last):\n", *stack, *traceback.format_exception_only(error)]
     with suppress(Exception):
         sys.stdout.flush()

@@ -19,6 +19,7 @@ from functools import partial
 from inspect import CO_OPTIMIZED
 from itertools import takewhile
 from operator import call, is_not
+from threading import get_ident
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -33,8 +34,10 @@ _is_not_false = partial(is_not, False)
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """The innermost frame of each thread."""
-    return _uncollected(sys._current_frames)  # noqa: SLF001  # documented; the threads pay nothing
+    """The innermost frame of each other thread."""
+    frames = _uncollected(sys._current_frames)  # noqa: SLF001  # documented; the threads pay nothing
+    del frames[get_ident()]  # it holds what it has just been given, hence the frames of all threads
+    return frames
 
 
 def caller_of(frame: FrameType) -> FrameType | None:
