@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -112,6 +113,16 @@ def test_the_collector_stays_as_it_was(is_on: bool):
     assert frame is not None
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_stays_as_it_was_after_an_error(is_on: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "_current_frames", partial(int, "refused by an audit hook"))
+    with collector():
+        (gc.enable if is_on else gc.disable)()
+        with pytest.raises(ValueError, match="audit hook"):
+            frames_of_threads()
+        assert gc.isenabled() is is_on
+
+
 def test_no_other_thread_sees_the_collector_turned_off():
     seen: set[bool] = set()
     stop = threading.Event()
@@ -127,8 +138,10 @@ def test_no_other_thread_sees_the_collector_turned_off():
         sys.setswitchinterval(1e-6)
         try:
             thread.start()
+            frame = frames_of_threads()[thread.ident or 0]  # audit hooks see it, and other tests leave some behind
             for _ in range(2000):
-                stack_of(frames_of_threads()[thread.ident or 0])
+                stack_of(frame)
+                local_of(frame, "seen")
         finally:
             stop.set()
             thread.join()

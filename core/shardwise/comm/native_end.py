@@ -53,8 +53,8 @@ def _report(error: Exception) -> None:
     """Print an error as if the main thread had raised it, which waits in native code and cannot."""
     main = threading.main_thread().ident or 0
     frame = currentframe() if threading.get_ident() == main else frames_of_threads().get(main)
-    frames = stack_of(frame)
-    stack = traceback.format_stack(frame) if frames else []
+    kept = stack_of(frame)
+    stack = traceback.format_stack(kept[0]) if kept else []
     lines = ["Traceback (most recent call last):\n", *stack, *traceback.format_exception_only(error)]
     with suppress(Exception):
         sys.stdout.flush()

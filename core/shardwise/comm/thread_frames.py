@@ -1,12 +1,13 @@
 """What other threads run, read while they may go on.
 
-Until Python 3.11 any allocation may start the garbage collector, and the collector runs finalizers, which may let
+Up to Python 3.11 any allocation may start the garbage collector, and the collector runs finalizers, which may let
 another thread run. A frame object is allocated when it is asked for: by then the frame itself may have returned, and
 the object names memory in which something else lies. So the objects are made with the collector off, by calls that
-let no other thread run, which hence cannot see that it is off. From Python 3.12 on the collector runs between
+let no other thread run, which hence cannot see that it is off (unless the process has audit hooks, which
+``sys._current_frames`` calls before it reads anything). From Python 3.12 on the collector runs between
 instructions only.
 
-Until Python 3.12 a frame's ``f_locals`` is one dictionary, filled anew whenever it is asked for. To fill it drops what
+Up to Python 3.12 a frame's ``f_locals`` is one dictionary, filled anew whenever it is asked for. To fill it drops what
 it held before, which may let another thread run as well, so nothing is left in it.
 """
 
@@ -91,7 +92,7 @@ def _uncollected(read: Callable[[], _T]) -> _T:
             done.extend(takewhile(_is_not_true, map(call, (gc.isenabled, read))))
             if done:
                 return cast("_T", done[1])
-    except MemoryError:
+    except BaseException:  # no memory, or an audit hook
         if done and done[0]:
             gc.enable()
         raise
