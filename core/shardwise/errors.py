@@ -21,13 +21,18 @@ class ShardingError(RuntimeError):
     """
 
     def __init__(self, *, asked: str, found: str, do: str, **fields: Any) -> None:
-        # What was found may be another error's message, with a full stop of its own.
-        end = "" if found.endswith(".") and not found.endswith("..") else "."
-        super().__init__(f"{asked}: {found}{end} {do}")
         self.asked = asked
         self.found = found
         self.do = do
         self.fields = fields
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        """The three parts in one: what ``str`` gives, as long as nobody has added words of its own."""
+        # What was found may be another error's message, with a full stop of its own.
+        end = "" if self.found.endswith(".") and not self.found.endswith("..") else "."
+        return f"{self.asked}: {self.found}{end} {self.do}"
 
     def __getattr__(self, name: str) -> Any:
         fields: dict[str, Any] = self.__dict__.get("fields", {})

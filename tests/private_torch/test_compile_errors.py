@@ -38,6 +38,19 @@ def test_an_error_behind_one_that_torch_makes_comes_out():
     assert type(caught.value.__cause__) is torch._dynamo.exc.BackendCompilerFailed
 
 
+def test_an_error_in_the_middle_of_dynamo_keeps_its_own_words(monkeypatch):
+    """As where a thread that watches the other ranks ends a trace by the error of one of them."""
+
+    def interrupted(self):
+        raise LayoutError(asked="trace", found="another rank has failed", do="Stop.")
+
+    monkeypatch.setattr(torch._dynamo.symbolic_convert.InstructionTranslatorBase, "run", interrupted)
+    with pytest.raises(LayoutError) as caught:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert str(caught.value) == "trace: another rank has failed. Stop."
+    assert type(caught.value.__cause__) is torch._dynamo.exc.InternalTorchDynamoError
+
+
 def refused_where_it_is_traced():
     """Python code of shardwise that dynamo traces refuses what it refuses without a compiler, each time."""
     x = sw.distribute_tensor(torch.ones(4, 4), mesh((2,)), [sw.Shard(0)])

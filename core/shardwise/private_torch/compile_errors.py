@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shardwise.errors import ShardingError
 from shardwise.private_torch.imports import when_imported
 from shardwise.private_torch.parts import find_part
 
@@ -14,11 +15,12 @@ _CATCHES = "torch._dynamo.convert_frame.CatchErrorsWrapper"
 _WRAPPERS = ("TorchRuntimeError", "BackendCompilerFailed", "InternalTorchDynamoError", "UserError")
 
 
-def raise_as_they_are(cls: type[BaseException]) -> None:
+def raise_as_they_are(cls: type[ShardingError]) -> None:
     """Have errors of a class come out of compiled functions as they are, with dynamo's own error as their cause.
 
     Dynamo makes another error of each, of one of four classes of its own, so that ``except`` does not find it. It
     tells nobody which errors to leave. Without its function the wrapped error comes, with the text of the original.
+    To what is raised in the middle of its own work it also adds words, and they are taken away.
 
     Code that dynamo traces raises such an error, too, and there it only says that it cannot trace how the error is
     made. Such a call runs as it is, so that it raises. Nothing has run before: dynamo only traces.
@@ -26,7 +28,7 @@ def raise_as_they_are(cls: type[BaseException]) -> None:
     when_imported("torch._dynamo.convert_frame", lambda module: _raise_as_they_are(module, cls))
 
 
-def _raise_as_they_are(module: Any, cls: type[BaseException]) -> None:
+def _raise_as_they_are(module: Any, cls: type[ShardingError]) -> None:
     catches = find_part(_CATCHES)
     if catches is None:
         return
@@ -45,6 +47,7 @@ def _raise_as_they_are(module: Any, cls: type[BaseException]) -> None:
                 raise
             if not module.config.verbose:  # as dynamo does: its own calls tell a program nothing
                 inside.__traceback__ = error.__traceback__ = None
+            inside.args = (inside.message,)
             raise inside from error
         except unsupported as error:
             inside = next((e for e in _causes(error) if isinstance(e, cls)), None)
