@@ -106,15 +106,26 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a CUDA device, and torch finds none here")
 
 
+def patient_pool(*args, **options):
+    """A pool that waits for five minutes, not for one: a machine that many use may stand still for a while, and ranks
+    that wait for each other end by themselves.
+    """
+    from shardwise.testing import WorkerPool
+
+    class PatientPool(WorkerPool):
+        def run(self, fn, *args, timeout=300.0):
+            return super().run(fn, *args, timeout=timeout)
+
+    return PatientPool(*args, **options)
+
+
 @pytest.fixture(scope="session")
 def pool(request):
     """The four ranks of most tests. Every day they are copies of one process that has torch and the plugins, so they
     start at once; in .ci/run's sample they have hash seeds of their own, as the ranks of a program do.
     """
-    from shardwise.testing import WorkerPool
-
     every_day = request.config.option.markexpr == "not slow"
-    with WorkerPool(4, start_method="forkserver" if every_day else "spawn") as workers:
+    with patient_pool(4, start_method="forkserver" if every_day else "spawn") as workers:
         workers.run(gc.set_threshold, *SELDOM)
         yield workers
 
@@ -122,9 +133,7 @@ def pool(request):
 @pytest.fixture(scope="session")
 def two_ranks():
     """Two gloo workers, copies of one process that has torch and the plugins."""
-    from shardwise.testing import WorkerPool
-
-    with WorkerPool(2, start_method="forkserver") as pool:
+    with patient_pool(2, start_method="forkserver") as pool:
         pool.run(gc.set_threshold, *SELDOM)
         yield pool
 

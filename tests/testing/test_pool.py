@@ -3,10 +3,12 @@
 import ctypes
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import psutil
@@ -231,6 +233,20 @@ def test_a_hang_ends_at_the_timeout_and_shows_where(pair):
     assert caught.value.errors[0] is None
 
 
+def test_ranks_that_hang_in_one_place_are_shown_once_by_their_main_threads(pair):
+    def sleep_well():
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        time.sleep(600)
+
+    with pytest.raises(WorkerError, match=r"no answer within 1\.0 s") as caught:
+        pair.run(sleep_well, timeout=1.0)
+    first, second = (failure.traceback for failure in caught.value.errors)
+    assert first == second
+    assert re.match(r"Current thread \(most recent call first\):\n.* in sleep_well\n", first)
+    assert first.count("Thread (most recent call first)") >= 1, "the other threads"
+    assert str(caught.value).count("--- rank ") == str(caught.value).count("--- rank 0, 1") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
@@ -262,6 +278,7 @@ def wait_until_gone(pids, seconds=5.0):
 
 
 STARTING = """
+import re
 import signal
 from multiprocessing import resource_tracker
 from shardwise.testing.pool import _without_interrupts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -272,7 +273,13 @@ def _read_stack(path: Path) -> str:
     while time.monotonic() < end and not (text and text == before):
         time.sleep(0.05)
         before, text = text, path.read_text()
-    return text
+    return _main_thread_first(text)
+
+
+def _main_thread_first(text: str) -> str:
+    """The stacks of faulthandler, without the numbers of threads: ranks that hang in one place have equal texts."""
+    threads = re.sub(r"(?m)^(Current thread|Thread) 0x\w+", r"\1", text).strip("\n").split("\n\n")
+    return "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current"))) + "\n"
 
 
 def _failure_of(answer: Answer) -> RankFailure | None:
