@@ -14,6 +14,10 @@ from shardwise.settings import PREFIX, VARIABLES, Settings, preferred, read_sett
 ROOT = Path(__file__).parents[1]
 
 
+_LONG = f"0x{'f' * 5000}"
+_TOO_LONG = "it has a number of hundreds of digits"
+
+
 @pytest.mark.parametrize("word", ["0", "false", "No", " off ", "FALSE"])
 def test_words_for_off(word, tmp_path):
     assert not read_settings({"SHARDWISE_AUTOLOAD": word}, tmp_path).autoload
@@ -60,6 +64,7 @@ def test_defaults(tmp_path):
         ("SHARDWISE_CHECK_REPLICAS", "1.5", "'1.5' is not a number of steps"),
         ("SHARDWISE_CHECK_REPLICAS", "-1", "'-1' is not a number of steps"),
         ("SHARDWISE_VERIFY", "2", "'2' is not a share of calls"),
+        pytest.param("SHARDWISE_KEEP_MOVED", "9" * 5000, _TOO_LONG, id="5000 digits"),
         ("SHARDWISE_VERIFY", "nan", "'nan' is not a share of calls"),
         ("SHARDWISE_PREFER", "aten.mm=a,aten.mm=b", "it names two plugins for 'aten.mm'"),
     ],
@@ -77,6 +82,17 @@ def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp
         ("[tool.shardwise]\nplugins = [1]", "is not a list of names"),
         ("[tool.shardwise]\nprefer = ['aten.mm']", "does not map ops to plugins"),
         ("[tool.shardwise]\nrandom = 'fast'", "'fast' is not a mode of drawing random numbers"),
+        *(
+            pytest.param(
+                f"[tool.shardwise]\n{key} = {value}", "it has a number of hundreds of digits", id=f"long {key}"
+            )
+            for key, value in {
+                **dict.fromkeys(("verify", "wait-limit", "check-replicas", "keep-moved"), _LONG),
+                "prefer": f"{{a = {_LONG}}}",
+                "communication": f"[{_LONG}]",
+            }.items()
+        ),
+        pytest.param(f"[tool.shardwise]\nprefer = {'[' * 5000}", "it is nested too deeply", id="nested"),
         ("[tool.shardwise\n", "line 1"),
         ("[tool.'shardwise']\nplugins =", "Invalid value"),
         ("[tool.shardwise]\nstrict = [1]", "[1] is neither on nor off"),

@@ -151,13 +151,13 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
         if attribute in values:
             raise _refusal(f"[tool.shardwise] of {path}", f"{name!r} is set twice, by - and by _", "Keep one of them.")
         where = f"{key!r} in [tool.shardwise] of {path}"
-        values[attribute], sources[attribute] = parse_value(where, value), where
+        values[attribute], sources[attribute] = _read(parse_value, where, value), where
         if attribute == "lock" and path is not None:
             values[attribute] = str(path.parent / values[attribute])
     for attribute, parse_value, variable in _KEYS.values():
         text = environ.get(variable)
         if text is not None:
-            values[attribute], sources[attribute] = parse_value(variable, text), variable
+            values[attribute], sources[attribute] = _read(parse_value, variable, text), variable
     return Settings(**values, sources=sources, unread=unread)
 
 
@@ -224,10 +224,21 @@ def _table(text: str) -> Any:
         return None
     import tomllib  # only here: `import shardwise` reads no file
 
-    content = tomllib.loads(text)
+    try:
+        content = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     tool = content.get("tool")
     table = tool.get("shardwise") if isinstance(tool, dict) else None
     return _MISPLACED if table is None and isinstance(content.get("shardwise"), dict) else table
+
+
+def _read(parse_value: Callable[[str, Any], Any], where: str, value: Any) -> Any:
+    """The value of a setting. Python reads numbers in hexadecimal that it can neither compute with nor print."""
+    try:
+        return parse_value(where, value)
+    except (OverflowError, ValueError) as error:
+        raise _refusal(where, "it has a number of hundreds of digits", "Write a smaller one.") from error
 
 
 def _names(where: str, value: Any) -> frozenset[str]:
@@ -259,7 +270,7 @@ def _bytes(where: str, value: Any) -> int:
     parts = re.fullmatch(r"\s*(\d+)\s*([KMG]iB|B)?\s*", value) if isinstance(value, str) else None
     if parts is not None:
         return int(parts[1]) << {"KiB": 10, "MiB": 20, "GiB": 30}.get(parts[2], 0)
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value < 1 << 63:
         return value
     raise _refusal(where, f"{value!r} is not a number of bytes", "Write a whole number, or one with KiB, MiB or GiB.")
 

@@ -23,7 +23,7 @@ from shardwise.cli.output import (
     refuse_no_folder,
     refuse_to_overwrite,
 )
-from shardwise.cli.program_errors import naming_mesh_dims, program_errors
+from shardwise.cli.program_errors import naming_mesh_dims, program_errors, staying_in_folder
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape, words_per_mesh_dim
 from shardwise.program.amounts import milliseconds, parse_size, size_text
 from shardwise.program.plan_file import Line, PlanFile, parse
@@ -120,7 +120,7 @@ def step(  # noqa: PLR0913  # the options of the command
     def run(mesh: DeviceMesh) -> Any:
         # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
         function = load_function_of_mesh(program)
-        with naming_mesh_dims(names):
+        with naming_mesh_dims(names), staying_in_folder():
             return function(mesh)
 
     options: dict[str, Any] = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,7 +16,15 @@ import click
 from shardwise.errors import PlacementCountError, ShardingError
 from shardwise.kernel.plurals import counted
 
-__all__ = ["OWN_MESH", "TO_NAME", "check_takes", "is_of_meshes", "naming_mesh_dims", "program_errors"]
+__all__ = [
+    "OWN_MESH",
+    "TO_NAME",
+    "check_takes",
+    "is_of_meshes",
+    "naming_mesh_dims",
+    "program_errors",
+    "staying_in_folder",
+]
 
 TO_NAME = "--names gives the mesh dims their names, as in --names dp,tp."
 """What to do where a program places by name and the command was given no names."""
@@ -43,6 +53,22 @@ def program_errors(program: str) -> Iterator[None]:
         what = f"{program} raised {type(error).__name__}: {error}".rstrip(": ")
         hint = OWN_MESH if is_of_meshes("".join(traceback.format_tb(error.__traceback__))) else ""
         raise click.ClickException(f"{what}\n{traceback_text(error)}{hint}".rstrip()) from error
+
+
+@contextmanager
+def staying_in_folder() -> Iterator[None]:
+    """Come back to the current folder, if there is one to come back to: a program that changes it changes it for one
+    run alone.
+    """
+    before = None
+    with suppress(OSError):
+        before = Path.cwd()
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(OSError):
+                os.chdir(before)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.modules import load_function_of_mesh
-from shardwise.cli.program_errors import naming_mesh_dims
+from shardwise.cli.program_errors import naming_mesh_dims, staying_in_folder
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -53,7 +53,7 @@ class StepProgram:
     def run(self, mesh: DeviceMesh) -> Any:
         """Load the function and call it: a model that a file makes when it is imported takes no memory here."""
         function = load_function_of_mesh(self.text)
-        with naming_mesh_dims(self.mesh_names):
+        with naming_mesh_dims(self.mesh_names), staying_in_folder():
             return function(mesh)
 
 
