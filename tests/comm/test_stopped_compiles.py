@@ -24,6 +24,8 @@ class Compiles:
     def __init__(self) -> None:
         self.is_inside, self.is_released, self.is_outside, self.may_end = (threading.Event() for _ in range(4))
         self.raised: list[BaseException] = []
+        # torch 2.11 built for cards crashes without one where all that it compiles, and fails to, is in other threads.
+        torch.compile(lambda x: x - 1, backend="eager")(torch.ones(2))
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         assert self.is_inside.wait(60)
