@@ -39,7 +39,8 @@ class _Coalesced:
         self._work: Any = None
         self._event: Event | None = None
         self.number = 0  # in the log of the group; 0 until it is issued
-        self._lock = threading.Lock()
+        # The collector may run in the wait, and find another result of this batch, whose end waits, too.
+        self._lock = threading.RLock()
 
     def issue(self) -> None:
         self._work = self._group.issue_coalesced(self._kind, self._reduction, self.outs, self.pieces)
