@@ -83,9 +83,7 @@ def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp
         ("[tool.shardwise]\nprefer = ['aten.mm']", "does not map ops to plugins"),
         ("[tool.shardwise]\nrandom = 'fast'", "'fast' is not a mode of drawing random numbers"),
         *(
-            pytest.param(
-                f"[tool.shardwise]\n{key} = {value}", "it has a number of hundreds of digits", id=f"long {key}"
-            )
+            pytest.param(f"[tool.shardwise]\n{key} = {value}", _TOO_LONG, id=f"long {key}")
             for key, value in {
                 **dict.fromkeys(("verify", "wait-limit", "check-replicas", "keep-moved"), _LONG),
                 "prefer": f"{{a = {_LONG}}}",

@@ -194,7 +194,7 @@ def test_check_says_the_same(run, program, said):
     assert "testing" not in output
 
 
-@pytest.mark.parametrize("command", ["lock", "plan"])
+@pytest.mark.parametrize("command", [["lock", "--learned"], ["plan"]], ids=" ".join)
 def test_files_are_named_from_where_the_command_was_called(run, tmp_path, command):
     (tmp_path / "below").mkdir()
     (tmp_path / "mine.py").write_text(
@@ -202,7 +202,7 @@ def test_files_are_named_from_where_the_command_was_called(run, tmp_path, comman
         "    model = sw.distribute_module(torch.nn.Linear(8, 8), mesh, {'weight': [sw.Shard(0)]}, src_data_rank=None)\n"
         "    return model, sw.zeros((4, 8), device_mesh=mesh, placements=[sw.Replicate()])\n"
     )
-    made = CliRunner().invoke(main, [command, "mine.py:leaves", "--mesh", "2", "--out", "made"])
+    made = CliRunner().invoke(main, [*command, "mine.py:leaves", "--mesh", "2", "--out", "made"])
     assert made.exit_code == 0, made.output
     assert (tmp_path / "made").exists()
     assert [path.name for path in (tmp_path / "below").iterdir()] == []

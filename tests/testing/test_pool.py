@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardwise.errors import PlacementError, WorkerError
 from shardwise.testing import WorkerPool, mesh
+from shardwise.testing.pool import _main_thread_first
 
 SECRET = 41
 
@@ -233,18 +234,34 @@ def test_a_hang_ends_at_the_timeout_and_shows_where(pair):
     assert caught.value.errors[0] is None
 
 
-def test_ranks_that_hang_in_one_place_are_shown_once_by_their_main_threads(pair):
+def test_a_rank_that_hangs_shows_its_main_thread_first(pair):
     def sleep_well():
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         time.sleep(600)
 
-    with pytest.raises(WorkerError, match=r"no answer within 1\.0 s") as caught:
-        pair.run(sleep_well, timeout=1.0)
-    first, second = (failure.traceback for failure in caught.value.errors)
-    assert first == second
-    assert re.match(r"Current thread \(most recent call first\):\n.* in sleep_well\n", first)
-    assert first.count("Thread (most recent call first)") >= 1, "the other threads"
-    assert str(caught.value).count("--- rank ") == str(caught.value).count("--- rank 0, 1") == 1
+    with pytest.raises(WorkerError, match=r"no answer within 5\.0 s") as caught:
+        pair.run(sleep_well, timeout=5.0)
+    for failure in caught.value.errors:
+        assert re.match(r"Current thread \(most recent call first\):\n.* in sleep_well\n", failure.traceback)
+        assert "\nThread (most recent call first):\n" in failure.traceback, "the other threads"
+
+
+def test_stacks_of_ranks_that_hang_in_one_place_are_equal():
+    """Each rank has threads of its own numbers, which it writes in their order."""
+    main, other = "most recent call first):\n  in main\n", "most recent call first):\n  in other\n"
+    first = _main_thread_first(f"Thread 0x7fb2 ({other}\nCurrent thread 0x7fb3 ({main}")
+    second = _main_thread_first(f"Current thread 0x7ac1 ({main}\nThread 0x7ac2 ({other}")
+    assert first == second == f"Current thread ({main}\nThread ({other}".rstrip()
+
+
+def test_a_rank_that_cannot_write_its_stack_is_said_to_hang(pair):
+    def stops():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(WorkerError, match=r"--- rank 1\nno answer within 1\.0 s") as caught:
+        pair.run(stops, timeout=1.0)
+    assert caught.value.errors[1].traceback == ""
 
 
 @pytest.mark.slow

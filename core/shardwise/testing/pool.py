@@ -279,7 +279,7 @@ def _read_stack(path: Path) -> str:
 def _main_thread_first(text: str) -> str:
     """The stacks of faulthandler, without the numbers of threads: ranks that hang in one place have equal texts."""
     threads = re.sub(r"(?m)^(Current thread|Thread) 0x\w+", r"\1", text).strip("\n").split("\n\n")
-    return "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current"))) + "\n"
+    return "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current")))
 
 
 def _failure_of(answer: Answer) -> RankFailure | None:
