@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.kernel.tags import DEPTH, call_digest
+from shardwise.kernel.tags import DEPTH
 from shardwise.program.decisions import Decision, Decisions
 from shardwise.program.step_problem import Assignment, StepProblem
 
@@ -26,21 +26,18 @@ def decide(problem: StepProblem, assignment: Assignment, depth: int = DEPTH) -> 
 
     Calls with one digest and the same layouts of operands get one decision: the most frequent, the earliest of these.
     """
-    tags = problem.graph.tags(depth)
+    graph = problem.graph
+    with_sizes, without = (graph.digests(graph.calls, depth, sizes=sizes) for sizes in (True, False))
     exact: dict[int, dict[Decision, list[int]]] = {}
     loose: dict[int, dict[Decision, list[int]]] = {}
-    left: set[int] = set()
-    for call in problem.graph.dead:
-        of = [None if t is None else tags[t] for t in call.operands]
-        left.update(call_digest(call.schema, of, sizes=sizes) for sizes in (True, False))
-    for place, call in enumerate(problem.graph.calls):
-        of = [None if t is None else tags[t] for t in call.operands]
+    left = {digest for sizes in (True, False) for digest in graph.digests(graph.dead, depth, sizes=sizes)}
+    for place, digests in enumerate(zip(with_sizes, without, strict=True)):
         if problem.choices[place].problem is None:
-            left.update(call_digest(call.schema, of, sizes=sizes) for sizes in (True, False))
+            left.update(digests)
             continue
         decision = decision_of(problem, assignment, place)
-        for table, sizes in ((exact, True), (loose, False)):
-            table.setdefault(call_digest(call.schema, of, sizes=sizes), {}).setdefault(decision, []).append(place)
+        for table, digest in zip((exact, loose), digests, strict=True):
+            table.setdefault(digest, {}).setdefault(decision, []).append(place)
     torn = {}
     for digest, by in exact.items():
         sources = [decision.sources for decision in by]
@@ -51,6 +48,6 @@ def decide(problem: StepProblem, assignment: Assignment, depth: int = DEPTH) -> 
         order = sorted(by, key=lambda d: (-len(by[d]), by[d][0]))
         return tuple({d.sources: d for d in reversed(order)}[s] for s in dict.fromkeys(d.sources for d in order))
 
-    shape = tuple(problem.graph.mesh.shape)
-    with_sizes, without = ({digest: ranked(by) for digest, by in table.items()} for table in (exact, loose))
-    return Decisions(shape, with_sizes, without, depth, frozenset(left)), torn
+    shape = tuple(graph.mesh.shape)
+    of_exact, of_loose = ({digest: ranked(by) for digest, by in table.items()} for table in (exact, loose))
+    return Decisions(shape, of_exact, of_loose, depth, frozenset(left)), torn

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.decisions import Decisions
-from shardwise.program.replay import rows_of
 from shardwise.program.step_problem import Assignment, StepProblem
 
 __all__ = ["hold_earlier"]
@@ -32,7 +31,7 @@ def hold_earlier(problem: StepProblem, recorded: Assignment, decisions: Decision
         sources = tuple(None if t is None else problem.rests(new, t) for t in call.operands)
         of = [None if t is None else tags[t] for t in call.operands]
         decision = decisions.find_exact(call.schema, of, sources)
-        rows = None if decision is None else rows_of(choices, decision.inputs, decision.outputs)
+        rows = None if decision is None else choices.rows_with(decision.inputs, decision.outputs)
         if decision is None or rows is None:
             continue
         new.rows[place] = rows

@@ -14,7 +14,7 @@ import numpy as np
 from attrs import define, field, frozen
 from numpy.typing import NDArray
 
-from shardwise.program.step_layers import StepLayers, starred
+from shardwise.program.step_layers import StepLayers
 from shardwise.program.step_moments import RUNNING
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class LayerFold:
             return t
         self._reach = max(self._reach, abs(of - layer))
         if maker is None:
-            return of - layer, starred(node.name)
+            return of - layer, self.layers.in_any(node.name)
         place, k = maker
         return of - layer, self.layers.of_call[place][1], k, graph.calls[place].schema.op
 

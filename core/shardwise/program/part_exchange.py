@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from attrs import define, field
 
-from shardwise.program.step_layers import StepLayers, starred
+from shardwise.program.step_layers import StepLayers
 from shardwise.program.step_problem import Assignment, StepProblem
 
 __all__ = ["PartExchange"]
@@ -122,14 +122,18 @@ class PartExchange:
         if v < count:
             return self._name(v)
         maker = self.problem.maker(v - count)
-        return ("leaf", starred(graph.tensors[v - count].name)) if maker is None else (self._name(maker[0]), maker[1])
+        return (
+            ("leaf", self.layers.in_any(graph.tensors[v - count].name))
+            if maker is None
+            else (self._name(maker[0]), maker[1])
+        )
 
     def _name(self, place: int) -> Hashable:
         """The op, phase and module of a call, and how many such calls come before it in its layer."""
         if not self._names:
             times: dict[Hashable, int] = {}
             for p, call in enumerate(self.problem.graph.calls):
-                name = call.schema.op, call.phase, starred(call.module)
+                name = call.schema.op, call.phase, self.layers.in_any(call.module)
                 of = self.layers.of_call.get(p, (None,))[0], name
                 times[of] = times.get(of, 0) + 1
                 self._names[p] = name, times[of]

@@ -8,21 +8,17 @@ group of calls after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from attrs import define, field
 
-from shardwise.kernel.placements import Placement
-from shardwise.kernel.tags import call_digest
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.deciding import decision_of
 from shardwise.program.decisions import Decision, Layouts
 from shardwise.program.step_problem import Assignment, StepProblem
-from shardwise.program.step_rows import Choices
-from shardwise.program.step_slices import placed
 
-__all__ = ["DEEPEST", "replayed", "rows_of"]
+__all__ = ["DEEPEST", "replayed"]
 
 DEEPEST = 8
 """How deep tags look at most: deeper ones tell more calls apart, and make more plans."""
@@ -63,11 +59,7 @@ class _Replay:
 
     def __attrs_post_init__(self) -> None:
         problem = self.problem
-        tags = problem.graph.tags(self.depth)
-        self._digests = [
-            call_digest(call.schema, [None if t is None else tags[t] for t in call.operands], sizes=True)
-            for call in problem.graph.calls
-        ]
+        self._digests = problem.graph.digests(problem.graph.calls, self.depth, sizes=True)
         counts: dict[_Key, dict[Decision, int]] = {}
         for place, choices in enumerate(problem.choices):
             if choices.problem is not None:
@@ -105,7 +97,7 @@ class _Replay:
 
     def _takes(self, new: Assignment, place: int, decision: Decision) -> bool:
         """Have a call do what was decided on, if it may."""
-        rows = rows_of(self.problem.choices[place], decision.inputs, decision.outputs)
+        rows = self.problem.choices[place].rows_with(decision.inputs, decision.outputs)
         if rows is None:
             return False
         new.rows[place] = rows
@@ -117,7 +109,7 @@ class _Replay:
         of = decision_of(self.problem, self.assignment, place)
         rows = None
         if of.inputs == of.sources != sources:
-            rows = rows_of(self.problem.choices[place], sources, None)
+            rows = self.problem.choices[place].rows_with(sources, None)
         new.rows[place] = list(self.assignment.rows[place]) if rows is None else rows
         self._rest(new, place, None if of.rests == of.outputs else of.rests)
 
@@ -127,19 +119,3 @@ class _Replay:
             if t is not None and t in self.problem.resting:
                 at = None if rests is None else rests[k]
                 new.rests[t] = self.problem.made(new, t) if at is None else at
-
-
-def rows_of(choices: Choices, inputs: Layouts, outputs: Layouts | None) -> list[int] | None:
-    """The first rows with these layouts of operands and results that may stand side by side."""
-    chosen: list[int] = []
-    for m, legal in enumerate(choices.legal):
-        rows = (r for r in legal if _has(choices.rows[r].inputs, inputs, m))
-        r = next((r for r in rows if outputs is None or _has(choices.rows[r].outputs, outputs, m)), None)
-        if r is None:
-            return None
-        chosen.append(r)
-    return chosen if choices.allows(chosen) else None
-
-
-def _has(side: Sequence[Placement | None], layouts: Layouts, m: int) -> bool:
-    return all(at is None or placed(p) == at[m] for p, at in zip(side, layouts, strict=True))

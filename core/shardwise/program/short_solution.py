@@ -46,6 +46,17 @@ class ShortProblem:
         """Those of a layer that stands for others are the mean of theirs."""
         return MomentPrices(self.problem.moments, [self.step.means(life, of) for life, of in enumerate(prices.by_life)])
 
+    def repeats(self, found: Assignment) -> bool:
+        """Whether each layer that was left out costs what the one costs that stands for it. What was found is then as
+        good for the whole step as it is for the shortened one.
+        """
+        costs: dict[int, int] = {}
+        for place, layer in enumerate(self.step.layers):
+            if layer is not None:
+                costs[layer] = costs.get(layer, 0) + self.whole.cost_of_call(found, place)
+        gap = self.step.gap
+        return all(costs[layer] == costs[gap.start - 1] for layer in gap)
+
     def solved(self, starts: Sequence[Assignment], *, exchanges: bool) -> Assignment | None:
         """The best assignment of the whole step that has all layers alike, or a start where that is better. At prices
         on moments its cost is left open.

@@ -23,6 +23,7 @@ __all__ = ["ShortStep", "shortened"]
 
 _KEPT = 3  # layers at either end: what only the first and the last do is one or two layers long
 _LEAST_LAYERS = 12  # of a step that is worth it
+_LONGEST_PERIOD = 6  # modules that take turns: one with global attention after five with local
 
 
 @frozen(eq=False)
@@ -47,6 +48,11 @@ class ShortStep:
     def count(self) -> int:
         """How many layers the whole step has."""
         return 1 + max(layer for layer in self.layers if layer is not None)
+
+    @property
+    def gap(self) -> range:
+        """The layers that are left out. The one before them stands for each."""
+        return _gap(self.count)
 
     def mixed(self, first: Assignment, then: Assignment, layers: int) -> Assignment:
         """An assignment of the whole step that does in some first layers as one, and elsewhere as another."""
@@ -84,11 +90,11 @@ class ShortStep:
 
 def shortened(graph: StepGraph) -> ShortStep | None:
     """The step with the first and the last layers alone; None where its layers are few, or are not alike."""
-    layers = StepLayers(graph)
-    count = len(layers.calls)
-    if count < _LEAST_LAYERS or not layers.are_alike:
+    layers = _alike_layers(graph)
+    if layers is None:
         return None
-    gap = range(_KEPT, count - _KEPT)
+    count = len(layers.calls)
+    gap = _gap(count)
     tensors = _stand_ins(layers, gap)
     places = [p for p in range(len(graph.calls)) if p not in layers.of_call or layers.of_call[p][0] not in gap]
     calls = []
@@ -115,6 +121,21 @@ def shortened(graph: StepGraph) -> ShortStep | None:
     of_calls = [layers.of_call.get(place, (None, 0))[0] for place in range(len(graph.calls))]
     of_tensors = [layers.of_tensor(node.number) for node in graph.tensors]
     return ShortStep(short, places, stands_in, tensors, of_calls, of_tensors, layers)
+
+
+def _gap(count: int) -> range:
+    return range(_KEPT, count - _KEPT)
+
+
+def _alike_layers(graph: StepGraph) -> StepLayers | None:
+    """The layers of a step that has many, of as few modules as make them alike."""
+    for period in range(1, _LONGEST_PERIOD + 1):
+        layers = StepLayers(graph, period)
+        if len(layers.calls) < _LEAST_LAYERS:
+            break
+        if layers.are_alike:
+            return layers
+    return None
 
 
 def _operands(

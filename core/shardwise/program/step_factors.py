@@ -24,7 +24,7 @@ from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.step_graph import Places
 from shardwise.program.step_parts import Factor, Indices, split
 from shardwise.program.step_problem import Assignment, StepProblem
-from shardwise.program.step_slices import placed
+from shardwise.program.step_rows import placed
 
 __all__ = ["StepFactors", "WorkTable"]
 

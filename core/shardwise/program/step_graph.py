@@ -6,7 +6,7 @@ Layouts play no part in which rows a call has, so one recording serves every pla
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from attrs import evolve, field, frozen
@@ -17,7 +17,7 @@ from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tags import DEPTH, Tag, tag_of_name, tag_of_result
+from shardwise.kernel.tags import DEPTH, Tag, call_digest, tag_of_name, tag_of_result
 
 __all__ = ["CallNode", "Places", "Sink", "StepGraph", "TensorNode"]
 
@@ -92,6 +92,7 @@ class StepGraph:
     dead: tuple[CallNode, ...] = ()
     #: Tensor that an explicit redistribution made -> the tensor that it was.
     moved: dict[int, int] = field(factory=dict)
+    _tags: dict[int, list[Tag | None]] = field(factory=dict, init=False)
 
     @cached_property
     def uses(self) -> dict[int, list[tuple[int, int]]]:
@@ -157,8 +158,15 @@ class StepGraph:
 
     def tags(self, depth: int = DEPTH) -> list[Tag | None]:
         """The tag of every tensor, as a run by decisions gives them."""
+        known = self._tags.get(depth)
+        if known is None:
+            known = self._tags[depth] = self._tags_of(depth)
+        return known
+
+    def _tags_of(self, depth: int) -> list[Tag | None]:
         tags: list[Tag | None] = [None] * len(self.tensors)
         made = {t: (call, i) for call in (*self.calls, *self.dead) for i, t in enumerate(call.results) if t is not None}
+        alike: dict[tuple[object, ...], Tag] = {}  # equal layers have equal tags
         for node in self.tensors:
             if node.number in self.moved:
                 tags[node.number] = tags[self.moved[node.number]]
@@ -166,8 +174,27 @@ class StepGraph:
                 call, i = made[node.number]
                 operands = [None if t is None else tags[t] for t in call.operands]
                 same = call.schema.returned(len(call.results))[i]
-                tags[node.number] = tag_of_result(call.schema, operands, i, depth) if same is None else operands[same]
+                if same is not None:
+                    tags[node.number] = operands[same]
+                    continue
+                key = (id(call.schema), i, *operands)
+                if key not in alike:
+                    alike[key] = tag_of_result(call.schema, operands, i, depth)
+                tags[node.number] = alike[key]
             else:
                 # What an earlier step made, as a state that goes from step to step, has the tag of that result.
                 tags[node.number] = tag_of_name(node.name, depth) if node.name else node.spec.tag
         return tags
+
+    def digests(self, calls: Sequence[CallNode], depth: int = DEPTH, *, sizes: bool) -> list[int]:
+        """By what a run by decisions knows calls of this step, with their sizes or without them."""
+        tags = self.tags(depth)
+        known: dict[tuple[object, ...], int] = {}
+        digests = []
+        for call in calls:
+            of = [None if t is None else tags[t] for t in call.operands]
+            key = (id(call.schema), *of)
+            if key not in known:
+                known[key] = call_digest(call.schema, of, sizes=sizes)
+            digests.append(known[key])
+        return digests

@@ -1,6 +1,7 @@
 """The layers of a step: which of its calls and tensors belong to which of many equal modules.
 
-Layers are found by the numbers in the names of modules: ``blocks.17.attention`` is in layer 17.
+Layers are found by the numbers in the names of modules: ``blocks.17.attention`` is in layer 17. Where modules take
+turns, as those with and without experts, so many together are one layer.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _NUMBERED = re.compile(r"(.*?)\.?(\d+)(?:\.|$)(.*)")
 
 @define(eq=False)
 class StepLayers:
-    """Which layer calls and tensors are in, and where in it."""
+    """Which layer calls and tensors are in, and where in it. A layer has ``period`` modules."""
 
     graph: StepGraph
+    period: int = 1
     #: By layer, the indices of its calls.
     calls: dict[int, list[int]] = field(factory=lambda: defaultdict(list), init=False)
     #: By index of a call that is in a layer, that layer, and which of its calls it is.
@@ -48,7 +50,12 @@ class StepLayers:
     def _number(self, name: str) -> int | None:
         """The layer that a name is in. Names of parameters begin at the module that was placed, so they are shorter."""
         match = _NUMBERED.fullmatch(name)
-        return int(match[2]) if match and f".{self._prefix}".endswith(f".{match[1]}") else None
+        return int(match[2]) // self.period if match and f".{self._prefix}".endswith(f".{match[1]}") else None
+
+    def in_any(self, name: str) -> str:
+        """A name as it is in each layer: without its numbers, but for which module of its layer it is in."""
+        match = _NUMBERED.fullmatch(name) if self.period > 1 else None
+        return starred(name) if match is None else f"{int(match[2]) % self.period} {starred(name)}"
 
     def _of_moved(self, call: CallNode) -> int | None:
         """The layer that makes what a call of no module finds moved: autograd detaches gradients that were moved to
@@ -66,11 +73,15 @@ class StepLayers:
 
     def _looks(self, layer: int) -> list[object]:
         calls = [self.graph.calls[place] for place in self.calls[layer]]
-        return [(call.schema.op, call.phase, self._metas(call), starred(call.module)) for call in calls]
+        return [(call.schema.op, call.phase, self._sides(call), self.in_any(call.module)) for call in calls]
 
-    def _metas(self, call: CallNode) -> tuple[object, ...]:
-        tensors = self.graph.tensors
-        return tuple(None if t is None else tensors[t].spec.tensor_meta for t in (*call.operands, *call.results))
+    def _sides(self, call: CallNode) -> tuple[object, ...]:
+        """Sizes and dtypes of operands and results, and where parameters lie."""
+        nodes = [None if t is None else self.graph.tensors[t] for t in (*call.operands, *call.results)]
+        return tuple(
+            None if node is None else (node.spec.tensor_meta, node.spec.placements if node.maker is None else None)
+            for node in nodes
+        )
 
     def of_tensor(self, t: int) -> int | None:
         """The layer of a tensor: that of its maker, or of its name."""
@@ -91,7 +102,8 @@ class StepLayers:
         assert match is not None
         start, end = match.span(2)
         name = self.graph.tensors[t].name
-        return self._leaves.get(f"{name[:start]}{layer}{name[end:]}")
+        number = layer * self.period + int(match[2]) % self.period
+        return self._leaves.get(f"{name[:start]}{number}{name[end:]}")
 
 
 def starred(name: str) -> str:

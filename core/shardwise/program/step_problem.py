@@ -35,8 +35,8 @@ from shardwise.program.moment_prices import MomentPrices
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph
 from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_moments import StepMoments
-from shardwise.program.step_rows import Choices, RowTable, as_placements, in_whole, is_whole, rows_that_ran
-from shardwise.program.step_slices import Slices, placed
+from shardwise.program.step_rows import Choices, RowTable, as_placements, in_whole, is_whole, placed, rows_that_ran
+from shardwise.program.step_slices import Slices
 
 __all__ = ["Assignment", "StepProblem"]
 
@@ -93,7 +93,10 @@ class StepProblem:
     slices: Slices = field(init=False)
     _moves: dict[Any, int] = field(factory=dict, init=False)
     _own: dict[Any, int] = field(factory=dict, init=False)
-    _places: dict[int, int] = field(init=False)
+    #: Per tensor that a call makes, that call (an index) and which of its results it is.
+    _makers: dict[int, tuple[int, int]] = field(factory=dict, init=False)
+    #: Where the others lie.
+    _fixed: dict[int, Places] = field(factory=dict, init=False)
     _links: Links = field(init=False)
     _cheap_moves: CheapMoves | None = field(default=None, init=False)
     #: Graphs of layouts that keep their edges while the step is solved.
@@ -102,7 +105,10 @@ class StepProblem:
     def __attrs_post_init__(self) -> None:
         self._links = links_of(self.graph.mesh)
         self.slices = Slices(self)
-        self._places = {call.number: place for place, call in enumerate(self.graph.calls)}
+        for place, call in enumerate(self.graph.calls):
+            for k, t in enumerate(call.results):
+                if t is not None and self.graph.tensors[t].maker == call.number:
+                    self._makers.setdefault(t, (place, k))
         self.choices = RowTable(self.graph).choices
         self.resting = frozenset(
             t.number
@@ -192,24 +198,23 @@ class StepProblem:
 
     def made(self, assignment: Assignment, tensor: int) -> Places:
         """The layout in which a tensor is made."""
-        node = self.graph.tensors[tensor]
-        maker = self.maker(tensor)
-        if maker is None:
-            return in_whole(node.spec.placements, node.spec.mesh_shape)
-        place, i = maker
-        rows = self.choices[place].rows
-        return tuple(placed(rows[r].outputs[i]) for r in assignment.rows[place])
+        maker = self._makers.get(tensor)
+        if maker is not None:
+            place, i = maker
+            return self.choices[place].sides(assignment.rows[place])[1][i]
+        fixed = self._fixed.get(tensor)
+        if fixed is None:
+            spec = self.graph.tensors[tensor].spec
+            fixed = self._fixed[tensor] = in_whole(spec.placements, spec.mesh_shape)
+        return fixed
 
     def maker(self, tensor: int) -> tuple[int, int] | None:
         """The call that makes a tensor (an index) and which of its results it is; None for an input."""
-        number = self.graph.tensors[tensor].maker
-        place = None if number is None else self._places.get(number)
-        return None if place is None else (place, self.graph.calls[place].results.index(tensor))
+        return self._makers.get(tensor)
 
     def used(self, assignment: Assignment, place: int, operand: int) -> Places:
         """The layout in which a call uses an operand."""
-        rows = self.choices[place].rows
-        return tuple(placed(rows[r].inputs[operand]) for r in assignment.rows[place])
+        return self.choices[place].sides(assignment.rows[place])[0][operand]
 
     def rests(self, assignment: Assignment, tensor: int) -> Places:
         """The layout from which the uses of a tensor take it."""

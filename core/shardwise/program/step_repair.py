@@ -23,7 +23,7 @@ from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.replay import DEEPEST
 from shardwise.program.step_moments import Bytes
 from shardwise.program.step_problem import Assignment, StepProblem
-from shardwise.program.step_slices import placed
+from shardwise.program.step_rows import placed
 
 __all__ = ["Repair"]
 

@@ -34,7 +34,17 @@ from shardwise.planning.problem import Problem
 from shardwise.planning.strategies import make_call, stated
 from shardwise.program.step_graph import CallNode, Places, StepGraph
 
-__all__ = ["Choices", "RowTable", "as_placements", "flat_rows", "in_whole", "is_whole", "rows_that_ran", "shards_of"]
+__all__ = [
+    "Choices",
+    "RowTable",
+    "as_placements",
+    "flat_rows",
+    "in_whole",
+    "is_whole",
+    "placed",
+    "rows_that_ran",
+    "shards_of",
+]
 
 
 @frozen(eq=False)
@@ -50,6 +60,40 @@ class Choices:
     rows: tuple[Row, ...]
     legal: tuple[tuple[int, ...], ...]
     lost: tuple[int, ...] = ()
+    _sides: dict[tuple[int, ...], tuple[tuple[Places, ...], tuple[Places, ...]]] = field(factory=dict, init=False)
+    _rows_with: dict[Any, list[int] | None] = field(factory=dict, init=False)
+
+    def sides(self, chosen: Sequence[int]) -> tuple[tuple[Places, ...], tuple[Places, ...]]:
+        """The layouts of all operands and those of all results, with one row per mesh dim.
+
+        A tensor that is not there counts as whole.
+        """
+        key = tuple(chosen)
+        known = self._sides.get(key)
+        if known is None:
+            rows = [self.rows[r] for r in key]
+            inputs = tuple(tuple(map(placed, side)) for side in zip(*(row.inputs for row in rows), strict=True))
+            outputs = tuple(tuple(map(placed, side)) for side in zip(*(row.outputs for row in rows), strict=True))
+            known = self._sides[key] = inputs, outputs
+        return known
+
+    def rows_with(self, inputs: Sequence[Places | None], outputs: Sequence[Places | None] | None) -> list[int] | None:
+        """The first rows with these layouts of operands and results that may stand side by side; None are any."""
+        key = inputs, outputs
+        if key not in self._rows_with:
+            self._rows_with[key] = self._first_with(inputs, outputs)
+        found = self._rows_with[key]
+        return None if found is None else list(found)
+
+    def _first_with(self, inputs: Sequence[Places | None], outputs: Sequence[Places | None] | None) -> list[int] | None:
+        chosen: list[int] = []
+        for m, legal in enumerate(self.legal):
+            rows = (r for r in legal if _has(self.rows[r].inputs, inputs, m))
+            r = next((r for r in rows if outputs is None or _has(self.rows[r].outputs, outputs, m)), None)
+            if r is None:
+                return None
+            chosen.append(r)
+        return chosen if self.allows(chosen) else None
 
     def allows(self, chosen: Sequence[int]) -> bool:
         """Whether rows may stand side by side on the mesh dims."""
@@ -77,6 +121,15 @@ class Choices:
             if any(isinstance(q, StridedShard) and shard_dim(p) == q.dim for p, q in pairs):
                 return False
         return True
+
+
+def placed(placement: Placement | None) -> Placement:
+    """The placement of a row; one without a placement is of a tensor that is not there."""
+    return REPLICATE if placement is None else placement
+
+
+def _has(side: Sequence[Placement | None], layouts: Sequence[Places | None], m: int) -> bool:
+    return all(at is None or placed(p) == at[m] for p, at in zip(side, layouts, strict=True))
 
 
 @define(eq=False)

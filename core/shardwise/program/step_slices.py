@@ -17,20 +17,15 @@ from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, sh
 from shardwise.kernel.spec import TensorSpec
 from shardwise.program.cost_graph import FORBIDDEN, Costs
 from shardwise.program.step_graph import Places
-from shardwise.program.step_rows import Choices
+from shardwise.program.step_rows import Choices, placed
 
 if TYPE_CHECKING:
     from shardwise.program.step_problem import StepProblem
 
-__all__ = ["CallSlice", "Layouts", "Slices", "placed"]
+__all__ = ["CallSlice", "Layouts", "Slices"]
 
 _LEAST_UNEVEN = 8
 """Elements of each rank's part that a parameter's dim must have where it does not divide: parts then differ by 13 %."""
-
-
-def placed(placement: Placement | None) -> Placement:
-    """The placement of a row; one without a placement is of a tensor that is not there."""
-    return REPLICATE if placement is None else placement
 
 
 @frozen(eq=False)

@@ -21,8 +21,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.cost import StepCosts, links_of, step_costs
 from shardwise.planning.strategies import make_call
 from shardwise.program.step_graph import CallNode, StepGraph
-from shardwise.program.step_rows import Choices, as_placements, shards_of
-from shardwise.program.step_slices import placed
+from shardwise.program.step_rows import Choices, as_placements, placed, shards_of
 
 __all__ = ["WorkCosts", "stated_work"]
 

@@ -177,14 +177,20 @@ class Recording:
 
     def _call_nodes(self) -> Iterator[CallNode]:
         """The calls. One that no module made, as in a backward pass, is of the module that made the latest of its
-        operands in forward; where modules are not followed, of that of its first parameter, if it has one.
+        operands in forward. Where modules are not followed, a call is of that of its first parameter, if it has one, or
+        of that of its operands from which a parameter was used last: a layer that multiplies by a table, which was made
+        before all layers, does so itself.
         """
         made_in: dict[int, str] = {}
+        last_used: dict[str, int] = {}
         for n, (plan, operands, results, is_backward, running) in enumerate(self._calls):
             module = running if self.follows_modules else self._owner(operands)
             if module is None:
-                latest = max((t for t in operands if t in made_in), default=None)
+                made = [t for t in operands if t in made_in]
+                latest = max(made, key=lambda t: (last_used.get(made_in[t], -1), t), default=None)
                 module = "" if latest is None else made_in[latest]
+            elif not self.follows_modules:
+                last_used[module] = n
             made_in.update((t, module) for t in results if t is not None)
             phase = "backward" if is_backward else "forward"
             yield CallNode(n, plan.entry, plan.schema, tuple(operands), tuple(results), plan.strategies, phase, module)

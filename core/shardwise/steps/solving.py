@@ -79,7 +79,9 @@ def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None, earlier: Dec
         if problem.has_lost:
             starts = [problem.as_replicated()]
         if limit is None:
-            starts = _with_layers_alike(problem, starts)
+            starts, is_best = _with_layers_alike(problem, starts)
+            if is_best:
+                return _or_recorded(with_decisions(problem, costs, recorded, starts[0]))
         return _solved(problem, costs, recorded, starts, limit)
 
 
@@ -104,11 +106,15 @@ def _first_legal(problem: StepProblem, starts: list[Assignment]) -> Assignment:
     return solve_step(problem, [last])
 
 
-def _with_layers_alike(problem: StepProblem, starts: list[Assignment]) -> list[Assignment]:
-    """Where to start in a step of many layers on several mesh dims: the best that does in each layer the same."""
+def _with_layers_alike(problem: StepProblem, starts: list[Assignment]) -> tuple[list[Assignment], bool]:
+    """Where to start in a step of many layers on several mesh dims: the best that does in each layer the same. And
+    whether that is good for all layers, so that nothing is to be found from there.
+    """
     short = ShortProblem.of(problem, lambda graph: StepProblem(graph, WorkCosts(graph)))
     found = None if short is None else short.solved(starts, exchanges=False)
-    return starts if found is None else [found]
+    if short is None or found is None:
+        return starts, False
+    return [found], short.repeats(found)
 
 
 def _solved_within(
