@@ -1,5 +1,7 @@
 """What a program does once it is learned, seen without a mesh: what it sends is what a run sends."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import shardwise as sw
 from shardwise import Replicate
 from shardwise.engine.decided import in_force
 from shardwise.errors import PlanError
+from shardwise.steps import step_decision
 from shardwise.steps.automatic import is_worth_it
 from shardwise.steps.learned_step import learned_step
 from shardwise.testing import mesh
@@ -67,3 +70,19 @@ def test_what_cannot_be_learned_is_refused():
     with pytest.raises(PlanError, match="ran no op on a mesh"):
         learned_step(lambda _: nn.Linear(2, 2)(torch.ones(2)), (2,))
     assert in_force.decisions is None
+
+
+@pytest.mark.parametrize("seconds", [0.05, 60.0])
+def test_a_person_who_waits_for_a_decision_is_told_so(monkeypatch, seconds):
+    solve_graph = step_decision.solve_graph
+
+    def slow(*args):
+        time.sleep(0.2)
+        return solve_graph(*args)
+
+    monkeypatch.setattr(step_decision, "solve_graph", slow)
+    monkeypatch.setattr(step_decision, "_SILENT", seconds)
+    said = []
+    monkeypatch.setattr(step_decision._log, "warning", lambda text, *values: said.append(text % values))
+    learned = learned_step(step, (2,))
+    assert [f"its {learned.calls} calls are decided on together" in text for text in said] == [True] * (seconds < 1)

@@ -21,6 +21,7 @@ from shardwise.program.part_exchange import PartExchange
 from shardwise.program.short_step import shortened
 from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_problem import StepProblem
+from shardwise.steps import solving
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording
 
@@ -189,6 +190,106 @@ def test_parts_that_hold_less_are_taken_as_far_as_a_limit_asks():
 def test_few_layers_and_such_that_differ_are_solved_as_they_are(inner):
     with fake_mesh(2, 2) as mesh:
         assert shortened(recorded(mesh, inner)) is None
+
+
+TURNS = (4 * WIDTH, 2 * WIDTH) * 13
+
+
+def assert_the_first_and_the_last_of_turns(short):
+    graph = short.graph
+    named = {t.name for t in graph.tensors for call in graph.calls if t.number in call.operands and t.name}
+    assert {int(name.split(".")[1]) for name in named} == {*range(6), *range(20, 26)}
+    assert (short.count, short.of_whole.period) == (13, 2)
+
+
+def test_layers_that_take_turns_are_solved_two_by_two():
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded(mesh, TURNS)
+        short = shortened(graph)
+        assert_the_first_and_the_last_of_turns(short)
+        whole, part = (StepProblem(of, WorkCosts(of)) for of in (graph, short.graph))
+        start = whole.as_replicated()
+        again = short.whole(short.part_of(start, part.resting), start)
+        assert again.is_same(start)
+        assert whole.cost(again) == start.cost < FORBIDDEN
+
+
+def test_layers_whose_parameters_lie_otherwise_in_turns_are_solved_two_by_two():
+    with fake_mesh(2, 2) as mesh:
+        model = Stack((4 * WIDTH,) * 26)
+        turns = {f"blocks.{n}.up.weight": [Replicate(), Shard(n % 2)] for n in range(26)}
+        sw.distribute_module(model, mesh, turns, src_data_rank=None)
+        recording = Recording()
+        recording.name_modules(model)
+        with recording.running():
+            model(sw.zeros((64, WIDTH), device_mesh=mesh, placements=[Shard(0), Replicate()])).backward()
+        assert_the_first_and_the_last_of_turns(shortened(recording.graph()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_that_do_the_same_are_counted_once(seed):
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded(mesh, TURNS)
+        free = frozenset(sink.leaf for sink in graph.sinks if sink.leaf is not None)
+        problem = StepProblem(graph, WorkCosts(graph), free, StepMemory(graph, Fraction(4)), Fraction(1, 7))
+        rng = random.Random(seed)  # noqa: S311  # no secret
+        found = problem.as_replicated()
+        for t in rng.sample(sorted(free), 4 * seed):
+            found.rests[t] = (Shard(0), Replicate())
+        for place in rng.sample(range(len(graph.calls)), seed):
+            found.rows[place] = [rng.choice(legal) for legal in problem.choices[place].legal]
+        each = problem.cost(found), problem.moments.held(found).tolist()
+        problem.fold = LayerFold(problem, shortened(graph).of_whole)
+        assert (problem.cost(found), problem.moments.held(found).tolist()) == each
+
+
+class WithTable(nn.Module):
+    """Each block multiplies by a table that is made before all of them, as rotary embeddings are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block(4 * WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x):
+        table = self.frequencies.cos().unsqueeze(0)
+        for block in self.blocks:
+            x = x + block.up.weight.new_ones(()) * block(x * table.unsqueeze(0).squeeze(0))
+        return x.pow(2).mean()
+
+
+def recorded_without_modules(mesh):
+    """As a run that is learned is recorded."""
+    model = WithTable()
+    sw.distribute_module(model, mesh, src_data_rank=None)
+    recording = Recording(follows_modules=False)
+    with recording.running():
+        x = sw.zeros((64, WIDTH), device_mesh=mesh, placements=[Shard(0), *[Replicate()] * (mesh.ndim - 1)])
+        model(x).backward()
+    return recording.graph()
+
+
+def test_what_a_layer_does_with_a_table_is_its_own_call():
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded_without_modules(mesh)
+        owners = [call.module for call in graph.calls if call.schema.op is torch.ops.aten.mul.Tensor]
+        assert owners.count("") == 1  # that of the first block with the input, which comes from no module
+        assert shortened(graph) is not None
+
+
+def test_a_learned_step_whose_layers_do_the_same_is_solved_by_some_of_them(monkeypatch):
+    whole = []
+    of_some, solve_step = solving._with_layers_alike, solving.solve_step
+    monkeypatch.setattr(solving, "solve_step", lambda *args: whole.append(args) or solve_step(*args))
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded_without_modules(mesh)
+        by_some = solving.solve_graph(graph)
+        assert not whole
+        monkeypatch.setattr(solving, "_with_layers_alike", lambda *args: (of_some(*args)[0], False))
+        assert solving.solve_graph(graph).best.cost == by_some.best.cost
+        assert whole
+        monkeypatch.setattr(short_step, "_LEAST_LAYERS", 1000)
+        assert by_some.best.cost <= 1.001 * solving.solve_graph(graph).best.cost
 
 
 @pytest.mark.slow

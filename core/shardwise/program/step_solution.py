@@ -150,7 +150,7 @@ class MeshDimProblem:
         cache = ArrayCache()
         solved, cost, _ = solve(graph, _MOST_ENTRIES, start, cache)
         while self._settle(graph, solved):
-            solved, cost, _ = solve(graph, _MOST_ENTRIES, start, cache)
+            solved, cost, _ = solve(graph, _MOST_ENTRIES, min((start, solved), key=graph.cost), cache)
         better = self.held.copy()
         for chosen, call, state in zip(better.rows, self.calls, solved, strict=False):
             chosen[m] = call.rows[state]

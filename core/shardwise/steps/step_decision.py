@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 from attrs import frozen
@@ -22,6 +25,9 @@ from shardwise.steps.solving import solve_graph
 __all__ = ["Learned", "decide_step", "decided_by_all", "has_ranks"]
 
 _log = logging.getLogger(__name__)
+
+_SILENT = 3.0
+"""Seconds after which a person who waits for a step is told what it waits for."""
 
 
 @frozen
@@ -55,12 +61,33 @@ def decide_step(graph: StepGraph, limit: MemoryLimit | None = None, earlier: Dec
     What ``earlier`` decisions say about its calls holds, unless there is a limit.
     """
     begin = time.perf_counter()
-    solved = solve_graph(graph, limit, earlier)
+    with _told(len(graph.calls)):
+        solved = solve_graph(graph, limit, earlier)
     if solved.torn:
         _log.info("%d keys have calls with different decisions; each takes the most frequent one", solved.torn)
     seconds = time.perf_counter() - begin
     before = solved.recorded_seconds
     return Learned(solved.decisions, before, solved.seconds, len(graph.calls), solved.torn, seconds)
+
+
+@contextmanager
+def _told(calls: int) -> Iterator[None]:
+    """Say that the program is being decided on, if that takes a while."""
+    timer = Timer(
+        _SILENT,
+        _log.warning,
+        (
+            "this step waits until its %d calls are decided on together, once; later steps run by what was decided "
+            "(SHARDWISE_LEARN=off decides call by call)",
+            calls,
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def decided_by_all(graph: StepGraph, limit: MemoryLimit | None, earlier: Decisions | None = None) -> Learned:
