@@ -114,7 +114,7 @@ def _with_layers_alike(problem: StepProblem, starts: list[Assignment]) -> tuple[
     found = None if short is None else short.solved(starts, exchanges=False)
     if short is None or found is None:
         return starts, False
-    return [found], short.repeats(found)
+    return [found], all(found is not start for start in starts) and short.repeats(found)
 
 
 def _solved_within(
