@@ -17,6 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from shardwise.cli.signals import Terminated, unwinding_at_signals
+from shardwise.cli.streams import open_streams, writing_any_letter
 from shardwise.errors import ShardingError
 from shardwise.kernel.first_party import core_version
 
@@ -58,7 +59,8 @@ class Commands(click.Group):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the program of this process."""
         try:
-            with unwinding_at_signals():
+            open_streams()
+            with writing_any_letter(), unwinding_at_signals():
                 return super().__call__(*args, **kwargs)
         except SystemExit as end:
             if sys.argv[1:2] and sys.argv[1] in _OF_PLUGINS:
