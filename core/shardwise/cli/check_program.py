@@ -141,6 +141,11 @@ def _of_program(error: WorkerError, names: Sequence[str] | None, size: int) -> c
     where = _where_failed(error, size)
     if first.kind in NO_ANSWER:
         more = " --timeout SECONDS gives it longer." if first.kind == "hung" else ""
+        if first.message.endswith("SIGKILL"):
+            more = (
+                " The system does that where memory is short. Each process makes the whole model before it keeps its "
+                "part, and one device keeps all: check a model of fewer layers."
+            )
         return click.ClickException(f"the program did not return {where}: {first.message}.{more}\n{first.traceback}")
     is_ours = hasattr(errors, first.kind)
     if first.kind in (click.ClickException.__name__, click.UsageError.__name__) or (
