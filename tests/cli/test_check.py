@@ -162,6 +162,12 @@ def test_a_samples_file_without_samples_says_so_and_fails_where_none_can_be_gues
     assert "has no sample: SAMPLES is empty, so samples are guessed from the schemas" in report["samples"]
 
 
+def test_samples_that_are_not_a_file_of_python(checkout, quick, tmp_path):
+    (tmp_path / "samples.txt").write_text("SAMPLES = {}")
+    report = report_of(checkout(), "--samples", tmp_path / "samples.txt", exit_code=1)
+    assert f"{tmp_path / 'samples.txt'} is not a .py file" in report["samples"]
+
+
 def test_empty_samples_of_an_op_whose_samples_cannot_be_guessed_are_a_failure(install, source, quick):
     site = install("acme-kernels", source(), metadata=f"Keywords: shardwise\nRequires-Dist: {BOUNDS}\n")
     declare_samples(site, "acme-kernels", "acme_kernels_samples")

@@ -283,6 +283,10 @@ def makes_a_group(mesh):
     torch.distributed.init_process_group("gloo")
 
 
+def takes_all_memory(mesh):
+    os.kill(os.getpid(), 9)
+
+
 def in_torch(mesh):
     return block(mesh), 3
 
@@ -452,6 +456,13 @@ def test_lines_inside_of_torch_are_counted(check):
     assert "more inside of torch and shardwise ..." in text
     assert "_call_impl" not in text
     assert "makes no process group and no mesh of its own" in check("makes_a_group", code=1)
+
+
+def test_a_process_that_is_killed_may_have_taken_too_much_memory(check):
+    said = check("takes_all_memory", code=1)
+    assert said.startswith("Error: the program did not return on one device: its process was killed by SIGKILL. The")
+    assert "memory" in said
+    assert "check a model of fewer layers" in said
 
 
 @pytest.mark.slow

@@ -43,9 +43,34 @@ def test_plugins():
 
 
 def test_a_plugin_or_a_path():
-    assert words("plugins", "check", "shardwise-mat")[0] == "shardwise-matmul"
+    assert words("plugins", "check", "shardwise-mat")[1] == "shardwise-matmul"
     complete = ShellComplete(main, {}, "shardwise", "_X")
-    assert complete.get_completions(["plugins", "check"], "")[-1].type == "file"
+    assert complete.get_completions(["plugins", "check"], "")[0].type == "file"
+
+
+@pytest.mark.parametrize("command", ["check", "coverage", "lock", "plan", "rehearse", "timeline"])
+def test_files_for_a_program(command):
+    offered = ShellComplete(main, {}, "shardwise", "_X").get_completions([command], "mi")
+    assert [item.type for item in offered] == ["file"]
+
+
+IN_BASH = """
+compopt() { printf 'compopt %s %s\\n' "$@"; }
+eval "$({program} completion bash)"
+COMP_WORDS=({program} plugins check shardwise-li) COMP_CWORD=3
+_shardwise_completion {program}
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_offers_plugins_where_a_file_may_stand_too(tmp_path):
+    program = tmp_path / "shardwise"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m shardwise "$@"\n')
+    program.chmod(0o755)
+    script = IN_BASH.replace("{program}", str(program))
+    done = subprocess.run([shutil.which("bash"), "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "compopt -o default\nshardwise-linalg\n", done.stderr
 
 
 def test_ops_as_people_type_them():

@@ -280,6 +280,11 @@ def test_rules_that_match_nothing():
     assert "no op with a rule matches 'conv*'" in result.output
 
 
+def test_rules_by_the_name_that_a_schema_has():
+    named = json.loads(run("rules", "aten::mm", "--json").stdout)
+    assert named == json.loads(run("rules", "aten.mm", "--json").stdout) != []
+
+
 def test_rules_tell_their_form():
     rows = {row["op"]: row for row in json.loads(run("rules", "--json").output)}
     assert rows["aten.mm.default"]["form"] == "rule"

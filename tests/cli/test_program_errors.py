@@ -81,6 +81,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(PROGRAMS)
     (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "binary.py").write_bytes(bytes(range(256)))
+    (tmp_path / "folder.py").mkdir()
     (tmp_path / "misses.py").write_text("import no_such_module_of_mine\n")
 
     def call(command, program):
@@ -109,6 +111,18 @@ def test_an_error_is_shown_with_the_lines_of_the_program(run, command):
     [("broken.py:f", "raised SyntaxError"), ("misses.py:f", "raised ModuleNotFoundError: No module named")],
 )
 def test_an_error_of_an_import_too(run, command, program, said):
+    assert said in run(command, program)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "coverage"])
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("binary.py:f", "SyntaxError: it has null bytes, so it is not Python (binary.py, line 1)"),
+        ("folder.py:f", "folder.py is a folder, not a file"),
+    ],
+)
+def test_what_is_no_file_of_python(run, command, program, said):
     assert said in run(command, program)
 
 

@@ -13,7 +13,8 @@ from attrs import asdict
 from rich.console import Console
 
 from shardwise import errors
-from shardwise.cli.modules import load_function_of_mesh
+from shardwise.cli.completion import offer_programs
+from shardwise.cli.modules import load_function_of_mesh, refuse_no_file
 from shardwise.cli.output import json_option, print_json, print_rows, print_text
 from shardwise.cli.program_errors import OWN_MESH, TO_NAME, is_of_meshes
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
@@ -31,7 +32,7 @@ _SHOWN = 10  # rows of the table of differences
 
 
 @click.command("check")
-@click.argument("program", metavar="FILE.py:FUNCTION")
+@click.argument("program", metavar="FILE.py:FUNCTION", shell_complete=offer_programs)
 @click.option(
     "--mesh",
     "mesh_shape",
@@ -83,8 +84,8 @@ def check_program(  # noqa: PLR0913  # an argument per option
             "dims, such as 2x2x2"
         )
     where = program.rpartition(":")[0]
-    if where.endswith(".py") and not Path(where).is_file():
-        raise click.ClickException(f"there is no file {where}")
+    if where.endswith(".py"):
+        refuse_no_file(Path(where))
     with _progress(shown=not as_json) as tell:
         try:
             report = check_step(
@@ -140,6 +141,11 @@ def _of_program(error: WorkerError, names: Sequence[str] | None, size: int) -> c
     where = _where_failed(error, size)
     if first.kind in NO_ANSWER:
         more = " --timeout SECONDS gives it longer." if first.kind == "hung" else ""
+        if first.message.endswith("SIGKILL"):
+            more = (
+                " The system does that where memory is short. Each process makes the whole model before it keeps its "
+                "part, and one device keeps all: check a model of fewer layers."
+            )
         return click.ClickException(f"the program did not return {where}: {first.message}.{more}\n{first.traceback}")
     is_ours = hasattr(errors, first.kind)
     if first.kind in (click.ClickException.__name__, click.UsageError.__name__) or (

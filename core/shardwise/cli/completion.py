@@ -9,7 +9,7 @@ from pathlib import PurePath
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
-__all__ = ["completion", "offer_ops", "offer_plugins", "offer_plugins_and_paths"]
+__all__ = ["completion", "offer_ops", "offer_plugins", "offer_plugins_and_paths", "offer_programs"]
 
 VARIABLE = "_SHARDWISE_COMPLETE"
 SHELLS: dict[str, tuple[type[ShellComplete], str]] = {
@@ -42,13 +42,18 @@ def completion(ctx: click.Context, shell: str | None) -> None:
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def _offering(names: Callable[[], Iterable[str]], *more: CompletionItem) -> Complete:
+_FILE = CompletionItem(None, type="file")
+
+
+def _offering(names: Callable[[], Iterable[str]], *first: CompletionItem) -> Complete:
+    """Offer names, after what comes first: click's script for bash forgets all words before a file."""
+
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
         try:
             offered = sorted({name for name in names() if name.startswith(incomplete)})
         except Exception:  # noqa: BLE001  a broken plugin must not break the shell's line
             offered = []
-        return [*map(CompletionItem, offered), *more]
+        return [*first, *map(CompletionItem, offered)]
 
     return complete
 
@@ -71,5 +76,6 @@ def _ops() -> list[str]:
 
 
 offer_plugins = _offering(_plugins)
-offer_plugins_and_paths = _offering(_plugins, CompletionItem(None, type="file"))
+offer_plugins_and_paths = _offering(_plugins, _FILE)
+offer_programs = _offering(tuple, _FILE)
 offer_ops = _offering(_ops)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from shardwise.cli.completion import offer_programs
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_json, print_rows, print_text
 from shardwise.cli.program_errors import check_takes, program_errors
@@ -28,7 +29,7 @@ _TAKES_NO_MESH = (
 
 
 @click.command()
-@click.argument("program", metavar="FILE.py:FUNCTION")
+@click.argument("program", metavar="FILE.py:FUNCTION", shell_complete=offer_programs)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")
 @click.option("--all", "show_all", is_flag=True, help="List the ops that have a rule, too.")
 @json_option

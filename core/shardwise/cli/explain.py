@@ -75,7 +75,8 @@ def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
     shardwise explain aten.mm --mesh 2x2 \\
         --input 'f32[8,16] S(0),R' --input 'f32[16,32] R,R'
     shardwise explain cat --mesh 4 --arg dim=0 \\
-        --input 'tensors: f32[4] R' --input 'tensors: f32[2] R'
+        --input 'tensors: f32[4] R' \\
+        --input 'tensors: f32[2] R'
     """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     listed = (LISTED if as_json else TOP) if top is None else top
     mesh = AbstractMesh(call["mesh_shape"], call["device"])

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from torch import Tensor
 
-from shardwise.cli.completion import offer_ops
+from shardwise.cli.completion import offer_ops, offer_programs
 from shardwise.cli.modules import import_option, load_function
 from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.output import json_option, print_json, print_rows, print_text, progress
@@ -35,7 +35,13 @@ COLUMNS = ("operands", "row", "verdict")
 @click.command()
 @click.argument("op", shell_complete=offer_ops)
 @click.option("--sample", "samples", multiple=True, help='A call: "f32[8,6], i64[5] < 8, 1, keepdim=True". Repeatable.')
-@click.option("--samples", "function", metavar="FILE.py:FUNCTION", help="Returns a list of (args, kwargs).")
+@click.option(
+    "--samples",
+    "function",
+    metavar="FILE.py:FUNCTION",
+    shell_complete=offer_programs,
+    help="Returns a list of (args, kwargs).",
+)
 @import_option
 @click.option("--seed", default=0, show_default=True, help="Of the values that are drawn.")
 @json_option

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from shardwise.cli.signals import Terminated, unwinding_at_signals
+from shardwise.cli.streams import open_streams, writing_any_letter
 from shardwise.errors import ShardingError
 from shardwise.kernel.first_party import core_version
 
 __all__ = ["COMMANDS", "INTERRUPTED", "main"]
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 and the number of SIGINT, as shells give it."""
+"""The exit code after Ctrl-C: 128 and the number of SIGINT, as shells give it. After SIGTERM it is 143."""
 
 _AS_JSON = "shardwise.as_json"
 
@@ -56,7 +59,9 @@ class Commands(click.Group):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the program of this process."""
         try:
-            return super().__call__(*args, **kwargs)
+            open_streams()
+            with writing_any_letter(), unwinding_at_signals():
+                return super().__call__(*args, **kwargs)
         except SystemExit as end:
             if sys.argv[1:2] and sys.argv[1] in _OF_PLUGINS:
                 _end_without_threads(end.code)
@@ -103,7 +108,7 @@ class Commands(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a refusal of shardwise exits with 1, and Ctrl-C with what shells call it, 130."""
+        """Run the command; a refusal of shardwise exits with 1, Ctrl-C and SIGTERM with what shells call them."""
         if not ctx.meta.get(_AS_JSON):
             return self._run(ctx)
         from shardwise.cli.output import json_alone, print_json
@@ -121,9 +126,18 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except ShardingError as error:
             raise click.ClickException(f"{type(error).__name__}: {error}") from error
+        except Terminated as end:
+            ctx.exit(_end_of(end))
         except (KeyboardInterrupt, click.Abort):
             click.echo("Aborted!", err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _end_of(signal: Terminated) -> int:
+    """Say so, where somebody still reads it, and give the exit code."""
+    with suppress(OSError):  # after SIGHUP the terminal is gone
+        click.echo("Terminated!", err=True)
+    return 128 + signal.number
 
 
 def _end_without_threads(code: Any) -> None:

@@ -19,7 +19,15 @@ import click
 from shardwise.cli.program_errors import check_takes
 from shardwise.kernel.arguments import kind_of
 
-__all__ = ["import_option", "imported_from", "load_function", "load_function_of_mesh", "load_module", "run_file"]
+__all__ = [
+    "import_option",
+    "imported_from",
+    "load_function",
+    "load_function_of_mesh",
+    "load_module",
+    "refuse_no_file",
+    "run_file",
+]
 
 
 def load_module(text: str) -> ModuleType:
@@ -29,10 +37,8 @@ def load_module(text: str) -> ModuleType:
     through.
     """
     if text.endswith(".py"):
-        path = Path(text)
-        if not path.is_file():
-            raise click.ClickException(f"there is no file {path}")
-        path = path.resolve()
+        refuse_no_file(Path(text))
+        path = Path(text).resolve()
         loaded = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path)), None)
         if loaded is not None:
             return loaded
@@ -54,13 +60,28 @@ def load_module(text: str) -> ModuleType:
         raise click.ClickException(f"there is no module {text}: {error}") from error
 
 
+def refuse_no_file(path: Path) -> None:
+    """Raise ``click.ClickException`` where a program's file is not there."""
+    if path.is_dir():
+        raise click.ClickException(f"{path} is a folder, not a file")
+    if not path.is_file():
+        raise click.ClickException(f"there is no file {path}")
+
+
 def _find_in(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def run_file(path: Path, name: str, *, keep: bool = False) -> ModuleType:
-    """Run a file as a new module; ``keep`` leaves it in ``sys.modules``, where dataclasses and pickle look it up."""
+    """Run a file as a new module; ``keep`` leaves it in ``sys.modules``, where dataclasses and pickle look it up.
+
+    Raises what the file raises, and :class:`SyntaxError` for what is not a file of Python.
+    """
+    if path.suffix != ".py":
+        raise SyntaxError(f"{path} is not a .py file")
+    if b"\0" in path.read_bytes():  # Python 3.11 raises a ValueError that names no file
+        raise SyntaxError("it has null bytes, so it is not Python", (str(path), 1, None, None))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from shardwise.cli.completion import offer_programs
 from shardwise.cli.modules import load_function_of_mesh
 from shardwise.cli.output import (
     json_option,
@@ -67,7 +68,7 @@ _RECIPE = "A plan file whose placements of parameters are tried, too; may be giv
 
 
 @plan.command()
-@click.argument("program", metavar="FILE.py:FUNCTION")
+@click.argument("program", metavar="FILE.py:FUNCTION", shell_complete=offer_programs)
 @click.option("--mesh", "mesh_shape", callback=mesh_option_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
 @click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")

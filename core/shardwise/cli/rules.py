@@ -35,6 +35,7 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
         raise click.UsageError("--markdown and --json both say how to print: give one of them")
     registry = default_registry()
     registry.read_modules()
+    pattern = pattern.replace("::", ".")  # as torch's schemas write an op
     if markdown:
         _entries(registry, pattern, plugin)
         click.echo(rule_table(registry, pattern, plugin), nl=False)

@@ -13,6 +13,7 @@ from attrs import frozen
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.cli.completion import offer_programs
 from shardwise.cli.modules import load_function_of_mesh
 from shardwise.cli.program_errors import naming_mesh_dims, staying_in_folder
 from shardwise.cli.tensor_text import mesh_dim_names, mesh_option_shape
@@ -58,7 +59,7 @@ class StepProgram:
 
 
 _OPTIONS = (
-    click.argument("program", metavar="FILE.py:FUNCTION"),
+    click.argument("program", metavar="FILE.py:FUNCTION", shell_complete=offer_programs),
     click.option("--mesh", "mesh_shape", callback=mesh_option_shape, help="Sizes of the mesh dims: 8x16x8."),
     click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp."),
     click.option(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -134,10 +134,12 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers at once; the next :meth:`run` starts fresh ones."""
-        for worker in self._workers:
+        started = [worker for worker in self._workers if worker.process.pid is not None]
+        for worker in started:
             worker.process.kill()
-        for worker in self._workers:
+        for worker in started:
             worker.process.join()
+        for worker in self._workers:
             worker.process.close()
             worker.connection.close()
         self._workers = []
@@ -162,10 +164,15 @@ class WorkerPool:
                 port, parent = self._store.port, os.getpid()
                 seat = Seat(rank, self.world_size, self.backend, port, parent, str(stack_path), patience)
                 process = context.Process(target=serve, args=(seat, theirs), daemon=True, name=f"rank {rank}")
-                with _without_interrupts():
-                    process.start()
-                theirs.close()
                 self._workers.append(Worker(rank, process, ours, stack_path))
+                if self.start_method == "forkserver":
+                    with _without_interrupts():
+                        forkserver.ensure_running()
+                    process.start()  # waits until the server has imported torch
+                else:
+                    with _without_interrupts():
+                        process.start()
+                theirs.close()
             self._results(f"start {self.world_size} workers", self._collect(START_TIMEOUT))
         except BaseException:
             self.close()

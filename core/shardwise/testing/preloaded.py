@@ -4,6 +4,11 @@ the modules of their rules, and read what ranks compare at the first use of a me
 
 from contextlib import suppress
 
+from shardwise.testing.parent_death import kill_with_parent
+
+kill_with_parent()  # a program that is interrupted does not wait for these imports
+# ruff: noqa: E402
+
 import click  # noqa: F401  # names the file of links
 
 import shardwise.checkpoint
@@ -22,3 +27,5 @@ with suppress(ImportError):  # what the functions of most tests use
 with suppress(Exception):
     default_registry().read_modules()
     summary(default_registry())
+
+kill_with_parent(on=False)  # from here on the server ends with the last program that uses it

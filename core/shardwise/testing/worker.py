@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -25,13 +24,13 @@ from attrs import frozen
 from shardwise.comm.rank_failures import end_program, explain, groups_are_closed, start_anew, tell
 from shardwise.private_torch.crashes import show_native_stacks
 from shardwise.private_torch.distributed import share_gloo_device
+from shardwise.testing.parent_death import kill_with_parent
 from shardwise.testing.pickling import dumps_by_value
 from shardwise.tools.program_errors import program_traceback
 
 __all__ = ["Answer", "RankFailure", "Seat", "serve"]
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-PR_SET_PDEATHSIG = 1
 
 
 @frozen
@@ -76,6 +75,8 @@ class Seat:
 def serve(seat: Seat, connection: Connection) -> None:
     """The worker's main function: answer every payload of the connection until it closes."""
     _die_with_parent(seat.parent)
+    if connection.poll():  # the pool, which says nothing before the first answer, was interrupted and is closed
+        os._exit(0)
     # Ctrl-C reaches the whole foreground group; the parent decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the pool blocks it until here
@@ -97,9 +98,8 @@ def _die_with_parent(parent: int) -> None:
     if os.getppid() != parent:  # a fork server started us, and lives as long as we do
         threading.Thread(target=_exit_after, args=(multiprocessing.parent_process(),), daemon=True).start()
         return
-    # Linux only; elsewhere the closed connection ends an idle worker. The signal follows the thread that started us.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Elsewhere than on Linux the closed connection ends an idle worker.
+    kill_with_parent()
     if os.getppid() != parent:
         os._exit(1)
 
