@@ -114,6 +114,8 @@ def products_without_addend():
         placed = on(x, layout)
         for addend in (torch.full((4, 4), rank), torch.full((4, 4), float("nan") if rank else 0.0)):
             equal(torch.addmm(addend, placed, placed, beta=0), wanted)
+            again = sw.distribute_tensor(x, mesh((1, dist.get_world_size())), [Replicate(), layout])
+            equal(torch.addmm(addend, again, again, beta=0), wanted)  # known of one mesh is not known of another
             equal(torch.baddbmm(addend[None], placed[None], placed[None], beta=0.0)[0], wanted)
             equal(torch.addmv(addend[0], placed, placed[0], beta=0), x @ x[0])
         out = torch.full((4, 4), rank)

@@ -132,7 +132,11 @@ def compare_on(cls: type, op: Op, values: Sequence[Any], mesh: Mesh) -> None:
 
     A handler does not look at the mesh for which it knows a tensor.
     """
+    named = {arg.name: value for arg, value in zip(signature(op).args, values, strict=True)}
+    unread = "self" if ignores_addend(op, named) else None
     for arg, value in zip(signature(op).args, values, strict=True):
+        if arg.name == unread:
+            continue
         parts = value if isinstance(value, (list, tuple)) else (value,)
         plain = {f"{arg.name}[{i}]": t for i, t in enumerate(parts) if isinstance(t, torch.Tensor)}
         unknown = {
