@@ -107,6 +107,33 @@ def test_values_of_ranks_that_differ_are_an_error_on_every_rank(two_ranks, name)
         assert "from_local" in said
 
 
+def products_without_addend():
+    rank = float(dist.get_rank())
+    x, wanted = values(4, 4), values(4, 4) @ values(4, 4)
+    for layout in (Shard(0), Shard(1), Replicate()):
+        placed = on(x, layout)
+        for addend in (torch.full((4, 4), rank), torch.full((4, 4), float("nan") if rank else 0.0)):
+            equal(torch.addmm(addend, placed, placed, beta=0), wanted)
+            again = sw.distribute_tensor(x, mesh((1, dist.get_world_size())), [Replicate(), layout])
+            equal(torch.addmm(addend, again, again, beta=0), wanted)  # known of one mesh is not known of another
+            equal(torch.baddbmm(addend[None], placed[None], placed[None], beta=0.0)[0], wanted)
+            equal(torch.addmv(addend[0], placed, placed[0], beta=0), x @ x[0])
+        out = torch.full((4, 4), rank)
+        for _ in range(2):
+            torch.addmm(out, placed, placed, beta=0.0, out=out)
+            equal(out, wanted)
+        equal(placed + out, x + wanted)  # it is known from here on
+        with pytest.raises(RankDisagreementError):
+            torch.addmm(torch.full((4, 4), rank), placed, placed)
+        with pytest.raises(RankDisagreementError):
+            torch.addmm(torch.zeros(4, 4), placed, torch.full((4, 4), rank), beta=0)
+
+
+def test_an_addend_that_is_not_read_may_differ(two_ranks):
+    """Programs give memory from ``torch.empty`` there."""
+    two_ranks.run(products_without_addend)
+
+
 # -- when ranks compare --------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import base_of, in_backward
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.modes import outside_modes
-from shardwise.private_torch.ops import overwritten_arg
+from shardwise.private_torch.ops import ignores_addend, overwritten_arg
 from shardwise.private_torch.tracing import (
     assert_when_run,
     is_traced,
@@ -132,7 +132,11 @@ def compare_on(cls: type, op: Op, values: Sequence[Any], mesh: Mesh) -> None:
 
     A handler does not look at the mesh for which it knows a tensor.
     """
+    named = {arg.name: value for arg, value in zip(signature(op).args, values, strict=True)}
+    unread = "self" if ignores_addend(op, named) else None
     for arg, value in zip(signature(op).args, values, strict=True):
+        if arg.name == unread:
+            continue
         parts = value if isinstance(value, (list, tuple)) else (value,)
         plain = {f"{arg.name}[{i}]": t for i, t in enumerate(parts) if isinstance(t, torch.Tensor)}
         unknown = {
@@ -176,14 +180,23 @@ def plain_operands(
                 known_without_mesh[id(tensor)] = entry  # a scope of `plain` has emptied it
         keys.append(None if entry is None else entry.key)
     if unknown:
-        _meet(op, unknown, mesh, [*args, *(kwargs or {}).values()], written=written)
+        unread = "self" if ignores_addend(op, kwargs or {}) else None
+        _meet(op, unknown, mesh, [*args, *(kwargs or {}).values()], written=written, unread=unread)
         keys = [key_of_plain(t) if key is None else key for key, t in zip(keys, operands.values(), strict=True)]
     return keys
 
 
-def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, arguments: Sequence[Any], *, written: bool) -> None:
+def _meet(
+    op: Op,
+    operands: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    arguments: Sequence[Any],
+    *,
+    written: bool,
+    unread: str | None = None,
+) -> None:
     """Check plain operands by the policy, compare them over the ranks, and take note of them. ``arguments`` are all
-    that the call has.
+    that the call has. The values of one that is ``unread`` may differ.
     """
     chosen = policy()
     compared: dict[str, torch.Tensor] = {}
@@ -202,7 +215,9 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, arguments: S
             continue
         if chosen == "refuse" and tensor.dim():
             _accept_zeros_and_ones(op, name, tensor, written)
-        elif chosen != "replicate" and not overwritten and (_settings().check_ranks or not is_known(tensor, mesh)):
+        elif chosen == "replicate" or overwritten or name == unread:
+            continue
+        elif _settings().check_ranks or not is_known(tensor, mesh):
             compared[name] = tensor
     if compared:
         _compare(f"run {op_name(op)} on MeshTensors and plain tensors", compared, mesh)

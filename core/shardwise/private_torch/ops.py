@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "make_custom_op",
     "op_named",
     "overload_of",
+    "ignores_addend",
     "overwritten_arg",
     "packet_name",
     "parts_of",
@@ -310,3 +311,12 @@ def overwritten_arg(op: OpOverload) -> bool:
     """Whether an op replaces all elements of what it writes, and reads none of them. No schema says so."""
     name = packet_name(op)
     return op.namespace == "aten" and (name in _OVERWRITING or any(a.is_out for a in op._schema.arguments))
+
+
+def ignores_addend(op: OpOverload, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call that gives ``beta * self + alpha * product`` reads nothing of ``self``, as torch documents
+    it for ``beta=0``. No schema says so.
+    """
+    if kwargs.get("beta", 1) != 0 or op.namespace != "aten":
+        return False
+    return {a.name for a in op._schema.arguments if a.kwarg_only} >= {"beta", "alpha"}

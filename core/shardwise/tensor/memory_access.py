@@ -304,9 +304,9 @@ def untyped_storage(tensor: Any) -> torch.UntypedStorage:
     _refuse(
         tensor,
         "read or write the storage of {}",
-        "Use to_local().untyped_storage(), or full_tensor().untyped_storage(); nbytes and numel() tell the size. For a "
-        "file of weights, as save_pretrained and safetensors write, pass {name: t.full_tensor() for name, t in "
-        "model.state_dict().items()}, made on every rank.",
+        "Use to_local().untyped_storage(), or full_tensor().untyped_storage(); nbytes and numel() tell the size. A "
+        "file of weights: save_pretrained and save_model of a placed module write it; to save_file or another writer "
+        "pass {name: t.full_tensor() for name, t in model.state_dict().items()}, made on every rank.",
     )
 
 

@@ -49,6 +49,7 @@ from shardwise.tensor.patterns import check_patterns, check_placed, check_tied, 
 from shardwise.tensor.placed import is_unplaced, note_placed
 from shardwise.tensor.replaced import replace, replace_in_attributes
 from shardwise.tensor.sync_batch_norm import refuse_partial_statistics, take_whole_batches
+from shardwise.tensor.weight_files import give_whole_to_files
 
 __all__ = ["at_module", "distribute_module"]
 
@@ -105,6 +106,7 @@ def distribute_module(
     take_whole_batches(module)
     replace_in_attributes(module)
     place_assigned(module)
+    give_whole_to_files(module)
     enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
     for tell in tuple(at_module):
         tell(mesh)

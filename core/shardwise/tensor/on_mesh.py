@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from attrs import frozen
@@ -27,6 +27,7 @@ from shardwise.comm.policy import PolicyScope, hold_for_graph, number_of_scope
 from shardwise.engine.call_site import is_call_of_program
 from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.plain_tensors import is_known, know
+from shardwise.errors import ArgumentError
 from shardwise.kernel.arguments import check_mesh
 from shardwise.kernel.dispatcher import dispatch_under_mode
 from shardwise.kernel.nested import tensors_in
@@ -255,6 +256,18 @@ def enter_in_forward(module: nn.Module, mesh: DeviceMesh, scope: PolicyScope | N
             hooks = _Hooks(mesh, scope if submodule is module else None)
             submodule.register_forward_pre_hook(hooks.before, prepend=True)
             submodule.register_forward_hook(hooks.after, always_call=True)
+            vars(submodule)["__prepare_scriptable__"] = _refuse_to_script  # torch.jit asks the module for it
+
+
+def _refuse_to_script() -> NoReturn:
+    """What ``torch.jit.script`` asks a module to become first. It cannot compile the hooks."""
+    raise ArgumentError(
+        asked="torch.jit.script a module that lies on a mesh",
+        found="TorchScript cannot compile its hooks, which have its forward pass make tensors on the mesh",
+        do="Use torch.compile, torch.export or torch.jit.trace, which take it as it is. For a script, load "
+        "{name: t.full_tensor() for name, t in model.state_dict().items()} into a model that is not placed.",
+        argument="obj",
+    )
 
 
 def _makes(module: nn.Module) -> bool:
@@ -273,9 +286,8 @@ class _Hooks:
         # The copy of a module lies on the same mesh. Without data, as in a rehearsal, a mesh cannot be copied.
         return copy.copy(self)
 
-    # torch.jit.script quotes the first lines of a hook as the code that it cannot compile: that is its error.
     def before(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  # torch's signature
-        """Enter. torch.jit.script takes no module that lies on a mesh: use torch.compile, export or jit.trace."""
+        """Enter."""
         if torch.compiler.is_compiling():
             if self.number is not None:
                 hold_for_graph(self.number)
@@ -293,7 +305,7 @@ class _Hooks:
             self.scope.__enter__()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        """Leave. torch.jit.script takes no module that lies on a mesh: use torch.compile, export or jit.trace."""
+        """Leave."""
         # Another hook may have raised before this module's own hook ran.
         if torch.compiler.is_compiling() or not _entered.passes or _entered.passes[-1].hooks is not self:
             return
