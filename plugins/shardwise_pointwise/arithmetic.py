@@ -24,11 +24,12 @@ from shardwise.rule import (
     linear,
     monotone,
     moves,
+    multiply,
     row_major,
 )
 from shardwise_pointwise.addition import ADDED_ONCE, add_once
 from shardwise_pointwise.elementwise import elementwise
-from shardwise_pointwise.scaling import by_one_number, divide, multiply
+from shardwise_pointwise.scaling import by_one_number, divide
 
 __all__ = ["RULES"]
 

@@ -26,6 +26,7 @@ from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_fro
 from shardwise.rule.counted import call_if, tensor_if, tied_to
 from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
+from shardwise.rule.infinite_factors import multiply, multiply_matrices, reduced
 from shardwise.rule.iterated import iterated, iterated_over, iterates_over
 from shardwise.rule.kernel_results import in_memory_format, like_operand, row_major, strides_of_kernel
 from shardwise.rule.labels import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, whole
@@ -87,8 +88,11 @@ __all__ = [
     "linear",
     "monotone",
     "moves",
+    "multiply",
+    "multiply_matrices",
     "neutral",
     "partial",
+    "reduced",
     "replaced",
     "row_major",
     "rule",
