@@ -149,8 +149,15 @@ SMOOTH = [
     *([planes(LANCZOS, 2, UNARY, filled=True)] if hasattr(aten, "_upsample_lanczos2d_aa") else []),
     planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
 ]
+
+
+def _as_padded(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """Gradients in the memory format of what was padded."""
+    return in_memory_format(call, device_type, call.args["self"])
+
+
 PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING, results=in_memory_format)
-PADDING_BACKWARDS = _each("reflection_pad#d_backward replication_pad#d_backward", BY_GRADIENT)
+PADDING_BACKWARDS = _each("reflection_pad#d_backward replication_pad#d_backward", BY_GRADIENT, results=_as_padded)
 
 RULES = (
     *MAX_POOLS,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from shardwise.rule import Call, Flow, einop, rule_from, whole
+from shardwise.rule import Call, Flow, TensorMeta, einop, like_operand, row_major, rule_from, whole
 from shardwise_loss.reduction import MEAN, NONE, scaled
 
 __all__ = ["RULES"]
@@ -19,6 +21,26 @@ def _same_shape(call: Call) -> bool:
 
 def _dims(call: Call) -> tuple[str, ...]:
     return tuple(f"...{d}" for d in range(call.args["self"].ndim, 0, -1))
+
+
+def _losses(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """Losses of probabilities lie as the probabilities do."""
+    is_of_probabilities = call.op is aten.binary_cross_entropy.default and call.args["reduction"] == NONE
+    return like_operand(call, "self") if is_of_probabilities else call.outputs
+
+
+_ROW_MAJOR = {
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+}
+
+
+def _gradients(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """Gradients of losses of differences are row-major, and those of probabilities lie as the probabilities do."""
+    if call.op is aten.binary_cross_entropy_backward.default:
+        return like_operand(call, "self")
+    return row_major(call, device_type) if call.op in _ROW_MAJOR else call.outputs
 
 
 @rule_from(
@@ -37,6 +59,7 @@ def _dims(call: Call) -> tuple[str, ...]:
         aten.binary_cross_entropy_with_logits.out,
     ],
     lowering=scaled,
+    results=_losses,
 )
 def forward(call: Call) -> Flow:
     """Any dim; a sum or mean over a sharded one is a partial sum."""
@@ -64,6 +87,7 @@ def forward(call: Call) -> Flow:
         aten.binary_cross_entropy_backward.grad_input,
     ],
     lowering=scaled,
+    results=_gradients,
 )
 def backward(call: Call) -> Flow:
     """Any dim; linear in the gradient."""

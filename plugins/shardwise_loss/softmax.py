@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, Rows, labels, like, rule_from, whole
+from shardwise.rule import Call, Flow, Rows, labels, like, row_major, rule_from, whole
 from shardwise_loss.shared_dim import log_softmax, log_softmax_backward, safe_softmax, softmax, softmax_backward
 
 __all__ = ["RULES"]
@@ -69,6 +69,8 @@ RULES = (
         _backward
     ),
     rule_from(
-        [aten._log_softmax_backward_data.default, aten._log_softmax_backward_data.out], lowering=log_softmax_backward
+        [aten._log_softmax_backward_data.default, aten._log_softmax_backward_data.out],
+        lowering=log_softmax_backward,
+        results=row_major,
     )(_backward),
 )

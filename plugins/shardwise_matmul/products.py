@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.rule import Call, Flow, TensorMeta, einop, rule, rule_from
+from shardwise.rule import Call, Flow, TensorMeta, einop, linear, multiply_matrices, rule, rule_from
 from shardwise_matmul.work import product
 
 __all__ = ["RULES"]
@@ -18,7 +18,7 @@ MM = rule(
     [aten.mm.default, aten.mm.out, aten.mm.dtype],
     "m k, k n -> m n",
     reduce={"k": "sum"},
-    linear=("self", "mat2"),
+    lowering={linear("self", "mat2"): multiply_matrices},
     work=product,
 )
 
@@ -26,27 +26,37 @@ BMM = rule(
     [aten.bmm.default, aten.bmm.out, aten.bmm.dtype],
     "b m k, b k n -> b m n",
     reduce={"k": "sum"},
-    linear=("self", "mat2"),
+    lowering={linear("self", "mat2"): multiply_matrices},
     work=product,
 )
 
-MV = rule([aten.mv.default, aten.mv.out], "m k, k -> m", reduce={"k": "sum"}, linear=("self", "vec"))
+MV = rule(
+    [aten.mv.default, aten.mv.out],
+    "m k, k -> m",
+    reduce={"k": "sum"},
+    lowering={linear("self", "vec"): multiply_matrices},
+)
 
 DOT = rule(
     [aten.dot.default, aten.dot.out, aten.vdot.default, aten.vdot.out],
     "k, k -> ()",
     reduce={"k": "sum"},
-    linear=("self", "tensor|other"),
+    lowering={linear("self", "tensor|other"): multiply_matrices},
 )
 
 
-@rule_from(aten.matmul.default, work=product)
+@rule_from(aten.matmul.default, lowering=multiply_matrices, work=product)
 def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
     """Named dims ... m k, ... k n -> ... m n, without those that a vector lacks; inference mode alone gets here."""
     left, m = ("... m k", " m") if self.ndim > 1 else ("k", "")
     right, n = ("... k n", " n") if other.ndim > 1 else ("k", "")
     result = f"...{m}{n}" if m or n else "()"
-    return einop(f"{left}, {right} -> {result}", reduce={"k": "sum"}, linear=("self", "other"))
+    return einop(
+        f"{left}, {right} -> {result}",
+        reduce={"k": "sum"},
+        partial=[linear("self", "other")],
+        lowered=linear("self", "other"),
+    )
 
 
 @rule_from([aten._trilinear.default, aten._trilinear.out])

@@ -21,6 +21,7 @@ from shardwise.rule import (
     affine,
     einop,
     linear,
+    multiply_matrices,
     neutral,
     rule,
     rule_from,
@@ -46,17 +47,23 @@ def _adds(local: LocalCall, addend: int) -> bool:
 
 
 def _add_once(local: LocalCall, *args: object, beta: complex, **kwargs: object) -> torch.Tensor:
-    # With beta=0 the addend is not even read, so its NaNs count once too.
-    total: torch.Tensor = local.call.op(*args, beta=beta if _adds(local, 0) else 0, **kwargs)
-    return total
+    def add() -> torch.Tensor:
+        # With beta=0 the addend is not even read, so its NaNs count once too.
+        total: torch.Tensor = local.call.op(*args, beta=beta if _adds(local, 0) else 0, **kwargs)
+        return total
+
+    return multiply_matrices(local, *args, run=add, beta=beta, **kwargs)
 
 
 def _bias_once(
     local: LocalCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    counted = bias if bias is None else tensor_if(_adds(local, 2), bias, neutral("sum", bias.dtype))
-    total: torch.Tensor = aten.linear.default(x, weight, counted)
-    return total
+    def add() -> torch.Tensor:
+        counted = bias if bias is None else tensor_if(_adds(local, 2), bias, neutral("sum", bias.dtype))
+        total: torch.Tensor = aten.linear.default(x, weight, counted)
+        return total
+
+    return multiply_matrices(local, x, weight, bias, run=add)
 
 
 def _added(ops: Sequence[Any], notation: str, factors: str, contracted: str = "") -> Rule:
@@ -66,8 +73,8 @@ def _added(ops: Sequence[Any], notation: str, factors: str, contracted: str = ""
         ops,
         notation,
         reduce=dict.fromkeys(names, "sum"),
-        partial=[*(f"sum, {name}, {name} -> sum" for name in names), _facts("self", factors)],
-        lowering={(*names, *ADDED_ONCE): _add_once},
+        partial=[f"sum, {name}, {name} -> sum" for name in names],
+        lowering={(*names, *ADDED_ONCE, _facts("self", factors)): _add_once},
         scattered="*",
         work=product,
     )
@@ -102,7 +109,7 @@ def ADDMV(self: TensorMeta, mat: TensorMeta) -> Callable[[Call], Flow]:
         "m, m k, k -> m",
         reduce={"k": "sum"},
         partial=["sum, k, k -> sum", _facts("self", "mat vec")],
-        lowered=("k", *ADDED_ONCE),
+        lowered=("k", *ADDED_ONCE, _facts("self", "mat vec")),
         scattered="*",
     )
 
@@ -118,8 +125,8 @@ LINEAR = rule(
     aten.linear.default,  # composite: inference mode alone gets here
     "... k, n k, n -> ... n",
     reduce={"k": "sum"},
-    partial=["k, k, sum -> sum", _facts("bias", "input weight")],
-    lowering={("k", "sum, R, R -> sum", "R, sum, R -> sum"): _bias_once},
+    partial=["k, k, sum -> sum"],
+    lowering={("k", "sum, R, R -> sum", "R, sum, R -> sum", _facts("bias", "input weight")): _bias_once},
     scattered="*",
     work=work.linear,
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Flow, Labels, TensorMeta, labels, rule_from
+from shardwise.rule import Call, Flow, Labels, TensorMeta, labels, row_major, rule_from
 
 __all__ = ["RULES"]
 
@@ -38,12 +40,18 @@ def forward(call: Call) -> Flow:
     return Flow([names, *others], [names])
 
 
+def _gradients(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """Row-major gradients of layer norm, on the CPU."""
+    return call.outputs if call.op is aten._fused_rms_norm_backward.default else row_major(call, device_type)
+
+
 @rule_from(
     [
         aten.native_layer_norm_backward.default,
         aten.native_layer_norm_backward.out,
         aten._fused_rms_norm_backward.default,
-    ]
+    ],
+    results=_gradients,
 )
 def backward(call: Call) -> Flow:
     """Batch dims; the gradients of weight and bias are then partial sums."""

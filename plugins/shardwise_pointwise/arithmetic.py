@@ -8,10 +8,28 @@ most programs add and multiply, few have a Bessel function.
 
 from __future__ import annotations
 
-from shardwise.rule import UNMOVED, Facts, affine, decreasing, linear, monotone, moves
+from collections.abc import Sequence
+
+from shardwise.rule import (
+    UNMOVED,
+    ByType,
+    Call,
+    Facts,
+    TensorMeta,
+    affine,
+    decreasing,
+    iterated,
+    iterated_over,
+    iterates_over,
+    linear,
+    monotone,
+    moves,
+    multiply,
+    row_major,
+)
 from shardwise_pointwise.addition import ADDED_ONCE, add_once
 from shardwise_pointwise.elementwise import elementwise
-from shardwise_pointwise.scaling import by_one_number, divide, multiply
+from shardwise_pointwise.scaling import by_one_number, divide
 
 __all__ = ["RULES"]
 
@@ -30,15 +48,28 @@ WHERE: tuple[str | Facts, ...] = (
     *(row for kind in UNMOVED for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
 )
 
+
+def _powers(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """Powers of a number are row-major."""
+    is_of_number = isinstance(call.args["self"], ByType)
+    return row_major(call, device_type) if is_of_number else iterated(call, device_type)
+
+
+def _other_first(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """The kernel subtracts ``self`` from ``other``."""
+    return iterated_over(call, iterates_over(call)[::-1])
+
+
 RULES = (
-    elementwise("pow float_power square rsqrt reciprocal exp2 hypot"),
+    elementwise("pow float_power", results=_powers),
+    elementwise("square rsqrt reciprocal exp2 hypot"),
     # torch's composites run it in place on sums that they have just computed.
     elementwise("sqrt", resolves=True),
     elementwise("clamp clip clamp_min clamp_max", monotone("self"), resolves=True),
     elementwise("neg", linear("self"), decreasing("self")),
-    elementwise("positive conj_physical _conj_physical", linear("self")),
+    elementwise("positive conj_physical _conj_physical", linear("self"), results=None),
     elementwise("add sub", ADDITIVE, monotone("self"), lowering=(ADDED_ONCE, add_once)),
-    elementwise("rsub", ADDITIVE, monotone("other"), lowering=(ADDED_ONCE, add_once)),
+    elementwise("rsub", ADDITIVE, monotone("other"), lowering=(ADDED_ONCE, add_once), results=_other_first),
     elementwise(
         "mul",
         partial={2: ("product, product -> product",)},

@@ -21,6 +21,7 @@ from shardwise.rule import (
     TensorMeta,
     einop,
     is_of_tensors,
+    iterated,
     rule_from,
 )
 from shardwise_pointwise.resolving import RESOLVED, resolve
@@ -44,7 +45,7 @@ def elementwise(
     lowered_when: Condition | None = None,
     resolves: bool = False,
     meta: Callable[..., Any] | None = None,
-    results: Results | None = None,
+    results: Results | None = iterated,
 ) -> Rule:
     """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
     ops = [op for name in names.split() for op in overloads(name)]
@@ -61,7 +62,7 @@ def elementwise_of(
     lowered_when: Condition | None = None,
     resolves: bool = False,
     meta: Callable[..., Any] | None = None,
-    results: Results | None = None,
+    results: Results | None = iterated,
 ) -> Rule:
     """One rule for ops that act on each element alone.
 
@@ -69,7 +70,7 @@ def elementwise_of(
     for the dtypes of a call are left out. ``lowering`` is a function and the rows that it runs, in calls for which
     ``lowered_when`` holds; in other calls these rows run the op. With ``resolves`` instead, the in-place ops take every
     partial tensor (see ``resolving``). ``meta`` runs on the meta device in place of the op, and
-    ``results`` says what a device's kernel returns.
+    ``results`` says what a device's kernel returns; with ``None`` that is what the meta device says.
 
     It is long because the rows of one table entry differ by the number of tensors, in place or not, and by dtype.
     """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.rule import Call, TensorMeta, linear, monotone, row_major
+from shardwise.rule import Call, TensorMeta, iterated_over, linear, monotone, row_major
 from shardwise_pointwise.elementwise import elementwise, elementwise_of
 
 __all__ = ["RULES"]
@@ -30,6 +30,12 @@ def _angles(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
     return row_major(call, device_type) if x.dtype.is_complex else call.outputs
 
 
+def _times_power(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """``self`` times a power of the number 2, which is row-major."""
+    x, exponent = call.args["self"], call.args["other"]
+    return iterated_over(call, [x, TensorMeta.contiguous(exponent.shape, exponent.dtype)])
+
+
 RULES = (
     elementwise("angle", results=_angles),
     elementwise(f"{LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),
@@ -37,5 +43,5 @@ RULES = (
     elementwise("ceil floor trunc round", monotone("self")),
     elementwise("deg2rad rad2deg", linear("self"), monotone("self")),
     # By name, since ATen lists an overload of ldexp that it lacks. No partial sum passes: 2 ** other may be infinite.
-    elementwise_of([aten.ldexp.Tensor, aten.ldexp.out, aten.ldexp_.default]),
+    elementwise_of([aten.ldexp.Tensor, aten.ldexp.out, aten.ldexp_.default], results=_times_power),
 )

@@ -59,8 +59,10 @@ def IS_IN_ONE(elements: TensorMeta) -> Flow:
 
 
 def _kept(call: Call, device_type: str) -> list[TensorMeta | None]:
-    """On CUDA nothing is kept for the backward pass (aten/src/ATen/native/cuda/Activation.cpp)."""
-    result, buffer = call.outputs
+    """On CUDA nothing is kept for the backward pass (aten/src/ATen/native/cuda/Activation.cpp); on the CPU all is
+    row-major.
+    """
+    result, buffer = row_major(call, device_type)
     if device_type != "cuda" or call.out_operands or buffer is None:
         return [result, buffer]
     return [result, TensorMeta.contiguous((0,), buffer.dtype)]

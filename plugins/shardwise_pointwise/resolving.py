@@ -10,20 +10,13 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import REDUCE_OPS, LocalCall, TensorSpec, neutral, tensor_if
+from shardwise.rule import REDUCE_OPS, LocalCall, neutral, reduced, tensor_if
 
-__all__ = ["RESOLVED", "reduced", "resolve"]
+__all__ = ["RESOLVED", "resolve"]
 
 RESOLVED = tuple(f"{kind}, R, ... -> {kind}, ..." for kind in REDUCE_OPS)
 # Every rank's piece counts in these; in the others all ranks have the same value.
 _ONCE = ("sum", "product")
-
-
-def reduced(local: LocalCall, spec: TensorSpec, x: torch.Tensor) -> torch.Tensor:
-    """What the parts ``x`` of a tensor stand for; where one rank has all of it, ``x`` itself."""
-    for mesh_dim, kind in reversed(spec.reductions.items()):
-        x = local.comm.all_reduce(x, kind, (mesh_dim,))
-    return x
 
 
 def resolve(local: LocalCall, x: torch.Tensor, *rest: Any, **named: Any) -> Any:

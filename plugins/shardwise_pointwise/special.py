@@ -7,7 +7,7 @@ from shardwise_pointwise.elementwise import elementwise
 __all__ = ["RULES"]
 
 SPECIAL = """
-    digamma lgamma mvlgamma polygamma igamma igammac erfc erfinv i0 special_airy_ai special_bessel_j0 special_bessel_j1
+    digamma lgamma polygamma igamma igammac erfc erfinv i0 special_airy_ai special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
     special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
@@ -21,4 +21,4 @@ POLYNOMIALS = """
     special_shifted_chebyshev_polynomial_w
 """
 
-RULES = (elementwise(SPECIAL), elementwise(POLYNOMIALS))
+RULES = (elementwise(SPECIAL), elementwise("mvlgamma", results=None), elementwise(POLYNOMIALS))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from shardwise.rule import LocalCall, rule
+from shardwise.rule import Call, Flow, LocalCall, einop, iterated, rule, rule_from
 from shardwise_random.distributions import bernoulli
 from shardwise_random.whole import like_whole, part
 
@@ -35,10 +37,11 @@ def drop(
 
 DROPOUT = rule(aten.native_dropout.default, "... -> ..., ...", lowering={("*", "R"): drop})
 
-BACKWARD = rule(
-    aten.native_dropout_backward.default,
-    "..., ... -> ...",
-    linear="grad_output",
-)
+
+@rule_from(aten.native_dropout_backward.default, results=iterated)
+def BACKWARD() -> Callable[[Call], Flow]:
+    """..., ... -> ...: linear in the gradient."""
+    return einop("..., ... -> ...", linear="grad_output")
+
 
 RULES = (DROPOUT, BACKWARD)

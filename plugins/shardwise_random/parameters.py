@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import LocalCall, rule
+from shardwise.rule import Call, Flow, LocalCall, einop, row_major, rule, rule_from
 from shardwise_random import distributions
 from shardwise_random.distributions import Distribution
 from shardwise_random.whole import gather, part, rehearse
@@ -64,9 +64,12 @@ NORMAL = rule(
     "... -> ...",
     lowering={("*", "R"): _of(distributions.normal, "mean", "std")},
 )
-NORMALS = rule(
-    aten.normal.Tensor_Tensor, "..., ... -> ...", lowering={("*", "R"): _of(distributions.normal, "mean", "std")}
-)
+
+
+@rule_from(aten.normal.Tensor_Tensor, lowering=_of(distributions.normal, "mean", "std"), results=row_major)
+def NORMALS() -> Callable[[Call], Flow]:
+    """..., ... -> ...: every row, the whole one included."""
+    return einop("..., ... -> ...", lowered=("*", "R"))
 
 
 # -- by rejection ----------------------------------------------------------------------------------------------------

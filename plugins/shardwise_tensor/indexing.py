@@ -97,10 +97,17 @@ def _index_on_meta(x: Tensor, indices: Sequence[Tensor | None], **out: Tensor) -
     return picked
 
 
-@rule_from(
-    [aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor], lowering=_index_own, meta=_index_on_meta
-)
-def INDEX(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
+def _unsafe_index_on_meta(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """The kernel takes fewer dtypes than that of ``index``, and raises an error of another type, which it is asked for:
+    it names the dtype.
+    """
+    for index in indices:
+        if index is not None and index.dtype not in (torch.int64, torch.int32):
+            aten._unsafe_index.Tensor(torch.zeros(1), [torch.zeros(1, dtype=index.dtype)])
+    return _index_on_meta(x, indices)
+
+
+def _indexed(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
     """Dims without an index pass; the indices are pointwise among themselves; a sharded indexed dim is masked."""
     if any(map(is_mask, indices)):
         return Flow([None], [None])
@@ -114,6 +121,10 @@ def INDEX(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
     )
 
 
+INDEX = rule_from([aten.index.Tensor, aten.index.Tensor_out], lowering=_index_own, meta=_index_on_meta)(_indexed)
+UNSAFE_INDEX = rule_from(aten._unsafe_index.Tensor, lowering=_index_own, meta=_unsafe_index_on_meta)(_indexed)
+
+
 @rule_from(aten._unsafe_masked_index.default)
 def MASKED_INDEX(x: TensorMeta, mask: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
     """As index, with indexed dims whole; the mask is sharded as the result."""
@@ -125,4 +136,4 @@ def MASKED_INDEX(x: TensorMeta, mask: TensorMeta, indices: Sequence[TensorMeta |
     return Flow([whole, of_mask, *map(names.of_index, indices)], [names.result])
 
 
-RULES = (INDEX, MASKED_INDEX)
+RULES = (INDEX, UNSAFE_INDEX, MASKED_INDEX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from shardwise.rule import (
     UNMOVED,
+    Call,
     Flow,
     Labels,
     LocalCall,
@@ -17,6 +19,7 @@ from shardwise.rule import (
     each,
     labels,
     neutral,
+    row_major,
     rule,
     rule_from,
     tensor_if,
@@ -87,6 +90,11 @@ def SEARCH_SORTED(sorted_sequence: TensorMeta, x: TensorMeta) -> Flow:
     return Flow([rows, names, rows], [names])
 
 
+def _row_major_where_static(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """The positions of ``nonzero_static`` are row-major, and those of ``nonzero`` are not."""
+    return row_major(call, device_type) if call.op is aten.nonzero_static.default else call.outputs
+
+
 @rule_from(
     [
         aten.bucketize.Scalar,
@@ -110,7 +118,8 @@ def SEARCH_SORTED(sorted_sequence: TensorMeta, x: TensorMeta) -> Flow:
         aten.unique_consecutive.default,
         aten.unique_dim.default,
         aten.unique_dim_consecutive.default,
-    ]
+    ],
+    results=_row_major_where_static,
 )
 def WHOLE() -> Flow:
     """R -> R: each element of the result may depend on all elements."""

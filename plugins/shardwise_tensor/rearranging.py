@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, dim_of, like, rule, rule_from
+from shardwise.rule import (
+    Call,
+    Flow,
+    LocalCall,
+    TensorMeta,
+    dim_of,
+    in_memory_format,
+    like,
+    row_major,
+    rule,
+    rule_from,
+)
 
 __all__ = ["RULES"]
 
@@ -20,7 +31,12 @@ def FLIP(x: TensorMeta, dims: Sequence[int]) -> Flow:
     return like(x, whole={dim_of(d, x.ndim) for d in dims}, moves="self")
 
 
-@rule_from([aten.roll.default, aten.roll.out])
+def _rolled(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
+    """The kernel of the CPU joins parts, which keeps a memory format; without dims, parts of one line."""
+    return in_memory_format(call, device_type) if call.args["dims"] else row_major(call, device_type)
+
+
+@rule_from([aten.roll.default, aten.roll.out], results=_rolled)
 def ROLL(x: TensorMeta, shifts: Sequence[int], dims: Sequence[int] = ()) -> Flow:
     """Every dim passes but the rolled ones; without dims the tensor is rolled as one line."""
     return like(x, whole=dims or range(x.ndim), moves="self")

@@ -100,6 +100,25 @@ def products(x, by):
     yield from torch._foreach_mul([total, total * 2], [by, by])
 
 
+def products_of_matrices(x, by):
+    """The same for products of matrices and vectors; some columns of ``by`` have infinities, of which some meet 0."""
+    total, vector = x.sum(0), by[:, 0]
+    yield total @ by
+    yield by.t() @ total.t()
+    yield torch.bmm(torch.stack([total] * 2), torch.stack([by] * 2))
+    yield x.mean(0) @ by
+    yield total @ vector
+    yield torch.dot(total[0], vector)
+    yield torch.addmm(x.sum(0) @ torch.ones_like(by), total, by)
+    yield torch.addmm(by[0], total, by, beta=3.0)
+    yield torch.addmv(total[:, 0], total, vector)
+    yield torch.baddbmm(by[:1, None], torch.stack([total] * 2), torch.stack([by] * 2))
+    yield torch.addr(by[:, :3], total[0], vector[:3])
+    yield torch.einsum("ij,jk->ik", total, by)
+    yield F.linear(total, by.t(), by[0])
+    yield (total @ torch.ones_like(by)).addmm_(total, by)
+
+
 def alike(found, expected):
     """Equal, NaN included. A product of parts with zero or a negative number may be a zero of either sign."""
     torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0, equal_nan=True)
@@ -119,6 +138,54 @@ def multiplied_by_infinite_factors():
 
 def test_a_partial_sum_times_infinite_elements_is_that_of_one_device(pool):
     pool.run(multiplied_by_infinite_factors)
+
+
+def matrices_by_infinite_factors():
+    torch.manual_seed(0)
+    values, by = torch.randint(-4, 5, (8, 8, 6)).float(), torch.randint(1, 5, (6, 5)).float()
+    values[:, 0] = 0
+    by[2, 3], by[1, 1], by[4, 0] = -INFINITY, INFINITY, INFINITY
+    for shape, rows in (((4,), [Shard(0)]), ((2, 2), [Shard(0), Shard(0)]), ((2, 2), [Shard(0), Replicate()])):
+        device_mesh = mesh(shape)
+        for inference in (False, True):
+            with torch.inference_mode(inference), sw.check_ranks():
+                x = sw.distribute_tensor(values, device_mesh, rows)
+                factor = sw.distribute_tensor(by, device_mesh, [Replicate()] * len(shape))
+                ours = products_of_matrices(x, factor)
+                for product, single in zip(ours, products_of_matrices(values, by), strict=True):
+                    alike(product, single)
+
+
+def test_a_product_of_matrices_with_infinite_elements_is_that_of_one_device(pool):
+    pool.run(matrices_by_infinite_factors)
+
+
+def gradients_by_infinite_weights():
+    """The gradient of a layer whose weight is infinite in a place, from a partial gradient."""
+    torch.manual_seed(0)
+    device_mesh = mesh((4,))
+    x, last = torch.randint(-3, 4, (4, 6)).float(), torch.randint(-3, 4, (8, 5)).float()
+    weight = torch.randint(1, 4, (6, 8)).float()
+    weight[2, 3] = -INFINITY
+    direction = torch.randint(1, 4, (4, 5)).float()
+
+    def gradient(x, weight, last, direction):
+        x.requires_grad_()
+        return torch.autograd.grad(x @ weight, x, direction @ last.t())[0]
+
+    single = gradient(x.clone(), weight, last, direction)
+    ours = gradient(
+        sw.distribute_tensor(x, device_mesh),
+        sw.distribute_tensor(weight, device_mesh),
+        sw.distribute_tensor(last, device_mesh, [Shard(1)]),
+        sw.distribute_tensor(direction, device_mesh, [Shard(1)]),
+    )
+    assert single.isinf().any()
+    alike(ours, single)
+
+
+def test_a_gradient_by_an_infinite_weight_is_that_of_one_device(pool):
+    pool.run(gradients_by_infinite_weights)
 
 
 def infinite_on_some_ranks():

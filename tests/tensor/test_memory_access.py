@@ -189,6 +189,9 @@ WAYS = {
     "the op set_": (lambda x: torch.ops.aten.set_.source_Tensor(x, x.clone()), LayoutError),
     "set_ of a plain tensor": (lambda x: x.set_(_plain()), LayoutError),
     "set_ of a storage": (lambda x: x.set_(_plain().untyped_storage()), LayoutError),
+    "is_set_to of a plain tensor": (lambda x: x.is_set_to(_plain()), _equals(False)),
+    "is_set_to of a number": (lambda x: x.is_set_to(3), TypeError),
+    "is_set_to of None": (lambda x: x.is_set_to(None), TypeError),
     "is_set_to": (
         lambda x: [x.is_set_to(x), x.is_set_to(x.clone()), x.is_set_to(x.t())],
         _equals([True, False, False]),

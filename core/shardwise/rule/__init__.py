@@ -26,7 +26,9 @@ from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_fro
 from shardwise.rule.counted import call_if, tensor_if, tied_to
 from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
-from shardwise.rule.kernel_results import in_memory_format, row_major, strides_of_kernel
+from shardwise.rule.infinite_factors import multiply, multiply_matrices, reduced
+from shardwise.rule.iterated import iterated, iterated_over, iterates_over
+from shardwise.rule.kernel_results import in_memory_format, like_operand, row_major, strides_of_kernel
 from shardwise.rule.labels import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, whole
 from shardwise.rule.lowering import AsyncResult, LocalCall, Lowering
 
@@ -77,13 +79,20 @@ __all__ = [
     "is_recorded",
     "is_traced",
     "is_without_data",
+    "iterated",
+    "iterated_over",
+    "iterates_over",
     "labels",
     "like",
+    "like_operand",
     "linear",
     "monotone",
     "moves",
+    "multiply",
+    "multiply_matrices",
     "neutral",
     "partial",
+    "reduced",
     "replaced",
     "row_major",
     "rule",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from attrs import evolve
 
 from shardwise.kernel.local_strides import HAVE_MEMORY_FORMATS
@@ -13,7 +14,7 @@ from shardwise.kernel.spec import hinted_meta
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.private_torch.fake import fake_strides
 
-__all__ = ["in_memory_format", "row_major", "strides_of_kernel"]
+__all__ = ["dense_like", "in_memory_format", "like_operand", "row_major", "strides_of_kernel"]
 
 
 def strides_of_kernel(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
@@ -34,12 +35,12 @@ def strides_of_kernel(call: Call, device_type: str) -> Sequence[TensorMeta | Non
 
     strides = fake_strides(call.op, {name: stated(value) for name, value in call.args.items()}, device_type)
     return [
-        meta if meta is None or stride is None else evolve(meta, stride=_dense(meta, stride))
+        meta if meta is None or stride is None else evolve(meta, stride=dense_like(meta, stride))
         for meta, stride in zip(call.outputs, strides, strict=True)
     ]
 
 
-def _dense(meta: TensorMeta, stride: Sequence[int]) -> tuple[int, ...]:
+def dense_like(meta: TensorMeta, stride: Sequence[int]) -> tuple[int, ...]:
     """Dense strides, symbols where the shape has some, in the memory order of strides that are numbers."""
     if not meta.is_symbolic:
         return tuple(stride)
@@ -63,6 +64,13 @@ def row_major(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
     if device_type != "cpu" or call.out_operands:
         return call.outputs
     return [None if meta is None else TensorMeta.contiguous(meta.shape, meta.dtype) for meta in call.outputs]
+
+
+def like_operand(call: Call, name: str) -> Sequence[TensorMeta | None]:
+    """Results with the strides that ``torch.empty_like`` gives them for an operand of their shape, on every device."""
+    operand: TensorMeta = call.args[name]
+    like = TensorMeta.of(torch.empty_like(hinted_meta(operand).to_meta_tensor()))
+    return [None if meta is None else evolve(meta, stride=dense_like(meta, like.stride)) for meta in call.outputs]
 
 
 def in_memory_format(call: Call, device_type: str, like: TensorMeta | None = None) -> Sequence[TensorMeta | None]:

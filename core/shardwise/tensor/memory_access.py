@@ -227,7 +227,8 @@ def record_stream(tensor: Any, s: Any) -> None:
 def is_set_to(this: Any, tensor: Any) -> bool:
     """Whether both are the same view of the same memory."""
     if not isinstance(tensor, tensor_class()):
-        return False
+        local: torch.Tensor = this._local_tensor
+        return not isinstance(tensor, torch.Tensor) and bool(local.is_set_to(tensor))  # raises torch's error
     other: Any = tensor
     return this._spec is other._spec and bool(this._local_tensor.is_set_to(other._local_tensor))
 
