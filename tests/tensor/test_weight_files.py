@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import shardwise as sw
 from shardwise import MeshTensor, Replicate, Shard
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, WorkerError
 from shardwise.testing import mesh as mesh_of
 
 
@@ -120,6 +120,23 @@ def test_a_rank_that_does_not_write_keeps_nothing(pool):
 
 def test_the_remedy_of_the_refusal_makes_whole_tensors(pool):
     pool.run(remedy_of_the_refusal)
+
+
+def save_on_one_rank():
+    model = placed()
+    if dist.get_rank() == 0:
+        model.save_pretrained()
+    else:
+        model.first.weight.sum().full_tensor()
+
+
+def test_a_rank_that_saves_alone_is_told_so(pool):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(save_on_one_rank)
+    alone, *others = caught.value.errors
+    assert alone.kind == "RankDisagreementError", alone
+    assert "Call save_pretrained on every rank" in str(alone.error)
+    assert {failure.kind for failure in others} == {"RankFailedError"}
 
 
 def test_the_name_of_a_common_function_counts_in_its_package_only(pool):

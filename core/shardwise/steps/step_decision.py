@@ -77,8 +77,10 @@ def _told(calls: int) -> Iterator[None]:
         _SILENT,
         _log.warning,
         (
-            "this step waits until its %d calls are decided on together, once; later steps run by what was decided "
-            "(SHARDWISE_LEARN=off decides call by call)",
+            (
+                "this step waits until its %d calls are decided on together, once; later steps run by what was decided "
+                "(SHARDWISE_LEARN=off decides call by call)"
+            ),
             calls,
         ),
     )

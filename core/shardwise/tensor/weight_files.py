@@ -8,12 +8,17 @@ function gets is whole already. The function is known by its name; any other get
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.comm.groups import backend_of
+from shardwise.comm.rank_failures import all_say
+from shardwise.errors import RankDisagreementError
+from shardwise.private_torch.fake import is_rehearsing
 from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["give_whole_to_files"]
@@ -47,6 +52,7 @@ def _make_whole(module: nn.Module, state: dict[str, Any], prefix: str, _metadata
     writer = _asking(inspect.currentframe())
     if writer is None:
         return
+    _meet(writer.f_code.co_name, [tensor for tensor in state.values() if isinstance(tensor, MeshTensor)])
     is_kept = writer.f_locals.get(_WRITES, True)
     names = _named(module, prefix)
     made = {id(names[name]): t for name, t in state.items() if name in names and not isinstance(t, MeshTensor)}
@@ -57,6 +63,22 @@ def _make_whole(module: nn.Module, state: dict[str, Any], prefix: str, _metadata
                 whole = tensor.full_tensor().detach()
                 made[which] = _alone(whole.cpu()) if is_kept else whole.new_zeros(()).expand(whole.shape)
             state[name] = made[which]
+
+
+def _meet(name: str, tensors: Sequence[MeshTensor]) -> None:
+    """See to it that every rank is here before the first one takes a part from the others."""
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors):
+        if mesh.size() == 1 or mesh.get_coordinate() is None or backend_of(mesh) == "fake" or is_rehearsing():
+            continue
+        try:
+            all_say(name, "the weights of the model", mesh.mesh.flatten().tolist())
+        except RankDisagreementError:
+            raise RankDisagreementError(
+                asked=f"{name} of a module that lies on a mesh",
+                found="another rank of the mesh does not take part, and each has a part of the weights",
+                do=f"Call {name} on every rank, not in `if rank == 0`; it writes each file once.",
+                differences=(),
+            ) from None
 
 
 def _alone(whole: torch.Tensor) -> torch.Tensor:
