@@ -10,8 +10,9 @@ from described import rows_of
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.rule import infinite_factors
 from shardwise.testing import RuleRefuted, check_rule, judge, mesh
-from shardwise_pointwise import activations, arithmetic, comparisons, functions, gated, scaling, special
+from shardwise_pointwise import activations, arithmetic, comparisons, functions, gated, special
 
 aten = torch.ops.aten
 RULES = (*(r for m in (arithmetic, functions, comparisons, activations, special) for r in m.RULES), *gated.RULES)
@@ -245,7 +246,7 @@ def test_the_oracle_sees_what_infinite_factors_make_of_parts(op, looks, monkeypa
     compare = judge.difference
     monkeypatch.setattr(judge, "difference", lambda *args, **named: compare(*args, **{**named, "infinities": True}))
     if not looks:
-        monkeypatch.setattr(scaling, "_is_finite", lambda _: True)
+        monkeypatch.setattr(infinite_factors, "_is_finite", lambda _: True)
     samples = [(args, {}) for args in GIVEN[op]]
     with nullcontext() if looks else pytest.raises(RuleRefuted, match=r"nan where one device has -?inf"):
         assert check_rule(evolve(OPS[op], ops=(op,)), samples, meshes=[(4,), (3,), (2, 2)]).cases

@@ -30,12 +30,12 @@ from shardwise.kernel.placements import (
     shard_dim,
     show_all,
 )
-from shardwise.kernel.symbols import chunk, hint, numbers, place, settled_sizes
+from shardwise.kernel.symbols import chunk, guess, hint, numbers, place, settled_sizes
 from shardwise.kernel.tags import Tag
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.world import PerWorld, world_number
 
-__all__ = ["Block", "SpecLayout", "SymbolicSpec", "TensorSpec", "hinted", "hinted_meta", "in_numbers"]
+__all__ = ["Block", "SpecLayout", "SymbolicSpec", "TensorSpec", "guessed_meta", "hinted", "hinted_meta", "in_numbers"]
 
 
 @lru_cache(maxsize=64)
@@ -417,6 +417,11 @@ def hinted(spec: TensorSpec) -> TensorSpec:
 def hinted_meta(meta: TensorMeta) -> TensorMeta:
     """A meta with the sizes and strides that the graph was made for, where they are symbols."""
     return TensorMeta([hint(n) for n in meta.shape], [hint(n) for n in meta.stride], meta.dtype)
+
+
+def guessed_meta(meta: TensorMeta) -> TensorMeta:
+    """:func:`hinted_meta`, with a guess of a size that data decides: for questions about the order of dims."""
+    return TensorMeta([guess(n) for n in meta.shape], [guess(n) for n in meta.stride], meta.dtype)
 
 
 def in_numbers(value: Any) -> Any:

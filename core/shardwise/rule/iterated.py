@@ -13,7 +13,7 @@ from attrs import evolve
 
 from shardwise.kernel.local_strides import is_dense
 from shardwise.kernel.signature import ByType, Call
-from shardwise.kernel.spec import hinted_meta
+from shardwise.kernel.spec import guessed_meta
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule.kernel_results import dense_like
 
@@ -45,11 +45,11 @@ def iterated_over(call: Call, operands: Sequence[TensorMeta]) -> Sequence[Tensor
     """:func:`iterated` for a kernel that iterates over these operands, in this order."""
     if call.out_operands or any(arg.written for arg in call.signature.args):
         return call.outputs
-    numbers = [hinted_meta(meta) for meta in operands]
+    numbers = [guessed_meta(meta) for meta in operands]
     if all(meta.stride == TensorMeta.contiguous(meta.shape, meta.dtype).stride for meta in numbers):
         return call.outputs
     return [
-        meta if meta is None else evolve(meta, stride=dense_like(meta, _strides(hinted_meta(meta).shape, numbers)))
+        meta if meta is None else evolve(meta, stride=dense_like(meta, _strides(guessed_meta(meta).shape, numbers)))
         for meta in call.outputs
     ]
 

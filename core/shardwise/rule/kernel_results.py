@@ -10,7 +10,7 @@ from attrs import evolve
 
 from shardwise.kernel.local_strides import HAVE_MEMORY_FORMATS
 from shardwise.kernel.signature import Call
-from shardwise.kernel.spec import hinted_meta
+from shardwise.kernel.spec import guessed_meta
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.private_torch.fake import fake_strides
 
@@ -24,12 +24,12 @@ def strides_of_kernel(call: Call, device_type: str) -> Sequence[TensorMeta | Non
     device takes and which memory format it returns. Where every operand is row-major, so is every result.
     """
     operands = [meta for meta in call.operands if meta is not None]
-    if all(memory_order(hinted_meta(meta)) == tuple(range(meta.ndim)) for meta in operands):
+    if all(memory_order(guessed_meta(meta)) == tuple(range(meta.ndim)) for meta in operands):
         return call.outputs
 
     def stated(value: Any) -> Any:
         if isinstance(value, TensorMeta):
-            meta = hinted_meta(value)
+            meta = guessed_meta(value)
             return meta.shape, meta.stride, meta.dtype
         return value
 
@@ -44,7 +44,12 @@ def dense_like(meta: TensorMeta, stride: Sequence[int]) -> tuple[int, ...]:
     """Dense strides, symbols where the shape has some, in the memory order of strides that are numbers."""
     if not meta.is_symbolic:
         return tuple(stride)
-    return _steps(meta, memory_order(evolve(hinted_meta(meta), stride=tuple(stride))))
+    return _steps(meta, memory_order(evolve(guessed_meta(meta), stride=tuple(stride))))
+
+
+def _rows(meta: TensorMeta) -> tuple[Any, ...]:
+    """The strides of a row-major tensor. No question is asked about symbols."""
+    return _steps(meta, range(meta.ndim)) if meta.is_symbolic else TensorMeta.contiguous(meta.shape, meta.dtype).stride
 
 
 def _steps(meta: TensorMeta, order: Iterable[int]) -> tuple[Any, ...]:
@@ -63,13 +68,13 @@ def row_major(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
     """
     if device_type != "cpu" or call.out_operands:
         return call.outputs
-    return [None if meta is None else TensorMeta.contiguous(meta.shape, meta.dtype) for meta in call.outputs]
+    return [None if meta is None else evolve(meta, stride=_rows(meta)) for meta in call.outputs]
 
 
 def like_operand(call: Call, name: str) -> Sequence[TensorMeta | None]:
     """Results with the strides that ``torch.empty_like`` gives them for an operand of their shape, on every device."""
     operand: TensorMeta = call.args[name]
-    like = TensorMeta.of(torch.empty_like(hinted_meta(operand).to_meta_tensor()))
+    like = TensorMeta.of(torch.empty_like(guessed_meta(operand).to_meta_tensor()))
     return [None if meta is None else evolve(meta, stride=dense_like(meta, like.stride)) for meta in call.outputs]
 
 
@@ -84,7 +89,7 @@ def in_memory_format(call: Call, device_type: str, like: TensorMeta | None = Non
         device_type != "cpu"
         or call.out_operands
         or operand.ndim not in HAVE_MEMORY_FORMATS
-        or memory_order(hinted_meta(operand)) != channels_last
+        or memory_order(guessed_meta(operand)) != channels_last
     ):
         return results
     return [
