@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,13 @@ def test_closed_streams_lead_nowhere(closed, is_printed):
     done = run("rules", "svd", "--json", redirected=closed)
     assert (done.returncode, done.stderr) == (0, b"")
     assert bool(done.stdout and json.loads(done.stdout)) == is_printed
+
+
+def test_the_processes_of_a_command_without_streams_have_them():
+    opens = "import os; from shardwise.cli.streams import open_streams; open_streams(); "
+    program = f"{opens}os._exit(sum(map(os.get_inheritable, range(3))))"
+    command = f"{shlex.join([sys.executable, '-c', program])} <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, check=False).returncode == 3  # noqa: S602  # a shell closes them
 
 
 def helps():

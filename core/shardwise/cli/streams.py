@@ -26,7 +26,8 @@ def open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.set_inheritable(nowhere, True)  # the processes that the command starts need it as well
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115  # for as long as the process runs
