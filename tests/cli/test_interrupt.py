@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -78,14 +80,19 @@ time.sleep(300)
 
 
 @pytest.fixture
-def end(tmp_path):
+def scratch():
+    """A folder for temporary files with a short name, as that of a socket has to be."""
+    with tempfile.TemporaryDirectory(prefix="sw-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def end(tmp_path, scratch):
     """``end(number, arguments, ready)``: start a command, and signal its group when the program runs in ``ready``
     processes. The exit code, what it printed, and what is left.
     """
 
     def run(number, arguments, ready=1):
-        scratch = tmp_path / "scratch"
-        scratch.mkdir()
         command = subprocess.Popen(
             [sys.executable, "-c", COMMAND, *arguments],
             cwd=tmp_path,
@@ -115,7 +122,7 @@ def end(tmp_path):
         assert not alive
         assert list(scratch.iterdir()) == []
         left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(("ready-", "__"))}
-        return command.returncode, out, err, left - {"scratch"}
+        return command.returncode, out, err, left
 
     return run
 

@@ -221,12 +221,18 @@ def test_partial_leaves_have_exactly_their_value(pool, kind):
 
 
 def test_parts_of_both_signs_meet_an_infinite_factor(pool):
-    """A product of elements reduces them first; of matrices, NaN may stand for an infinity (docs/rules.md)."""
-    for op, shape, infinities in (("aten.mul.Tensor", (4, 3), 0), ("aten.mm.default", (3, 4), 1)):
+    """A product reduces them first; of a convolution, NaN may stand for an infinity (docs/rules.md)."""
+    window = {"bias": None, "stride": [1], "padding": [0], "dilation": [1], "transposed": False}
+    window |= {"output_padding": [0], "groups": 1}
+    for op, shape, of_parts, named, infinities in (
+        ("aten.mul.Tensor", (4, 3), (4, 3), {}, 0),
+        ("aten.mm.default", (3, 4), (4, 3), {}, 0),
+        ("aten.convolution.default", (4, 3, 1), (1, 3, 4), window, 1),
+    ):
         factors = torch.ones(shape)
         factors[0] = math.inf
-        lines = (drawn(0, (4, 3), torch.float32, (Partial(),)), Leaf(1, factors, (Replicate(),)))
-        times = Call((2,), op, (Value(0), Value(1)))
+        lines = (drawn(0, of_parts, torch.float32, (Partial(),)), Leaf(1, factors, (Replicate(),)))
+        times = Call((2,), op, (Value(0), Value(1)), named)
         verdict = check_program(Program((4,), (*lines, times, Call((3,), "aten.exp.default", (Value(2),)))), pool)
         assert not verdict.wrong, verdict.wrong
         assert verdict.counts["infinities"] == infinities
