@@ -100,10 +100,9 @@ def refuse_dtypes(schema: OpSchema, *, lowers: bool = False) -> None:
     """Raise what the op's kernel raises for the dtypes of this call's operands, if it takes other dtypes.
 
     Of operands without elements a kernel takes any dtype. A rule that ``lowers`` need not, so its calls are asked as if
-    they had some; but where an index has none, or no operand has any, every rank's part has none, and the kernel looks
-    at nothing.
+    they had some; but where an index has none, every rank's part of it has none, and the kernel looks at nothing.
     """
-    lowers = lowers and not _picks_nothing(schema) and _has_elements(schema)
+    lowers = lowers and not _picks_nothing(schema)
     dtypes = [None if spec is None else spec.dtype for spec in schema.specs]
     there = {dtype for dtype in dtypes if dtype is not None}
     mixed = len(there) > 1
@@ -144,11 +143,6 @@ def refuse_shared_places(schema: OpSchema) -> None:
 def _empty(schema: OpSchema) -> tuple[bool, ...]:
     """Which operands have no elements: a kernel that has nothing to do refuses nothing."""
     return tuple(spec is not None and 0 in map(guess, spec.shape) for spec in schema.specs)
-
-
-def _has_elements(schema: OpSchema) -> bool:
-    """Whether some operand has elements."""
-    return any(spec is not None and 0 not in map(guess, spec.shape) for spec in schema.specs)
 
 
 def _picks_nothing(schema: OpSchema) -> bool:

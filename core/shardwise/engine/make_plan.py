@@ -93,7 +93,8 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
 
 def _plan(described: DescribedCall, choose: Choose) -> Plan:
     entry, schema, call = described.entry, described.schema, described.call
-    refuse_dtypes(schema, lowers=entry.rule.lowering is not None)
+    lowering = entry.rule.lowering
+    refuse_dtypes(schema, lowers=lowering is not None and not getattr(lowering, "runs_op", False))
     refuse_shared_places(schema)
     # Before a strategy: a rule says where the result lies in every operand that is written, whatever its shape.
     check_written(schema, described.metas)
