@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardwise_dtensor
 from shardwise.discovery.process import default_registry
 from shardwise.errors import NoRuleError, NoStrategyError, RuleError
-from shardwise.rule import AbstractMesh, full_mesh_rule, rule, rule_from
+from shardwise.rule import AbstractMesh, einop, full_mesh_rule, row_major, rule, rule_from
 from shardwise.testing import check_rule, mesh
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.shardings import Shardings
@@ -241,7 +241,6 @@ def test_the_rules_shown_are_right(kernels):
 def test_the_report_says_what_stays_behind_and_why(kernels):
     written_rule = rule_from(torch.ops.aten.relu.default, writes=["self"])(lambda self: None)
     several = [kernels.SWAP, kernels.HALVES, kernels.MASKED, written_rule]
-    corrected = rule_from(torch.ops.aten.relu.default, results=lambda call, device: call.outputs)(lambda self: None)
     zipped = rule(torch.ops.aten._foreach_neg.default, {"self": "..."}, zip_lists=True)
     full = full_mesh_rule(torch.ops.aten.relu.default)(lambda mesh, schema: None)
     out = rule(torch.ops.aten.mm.out, "m k, k n -> m n", reduce={"k": "sum"})
@@ -249,7 +248,7 @@ def test_the_report_says_what_stays_behind_and_why(kernels):
     view = rule(torch.ops.aten.view.default, "m n -> m n")
     handled = rule(torch.ops.aten.argmax.default, "m n -> m n")
     with shardwise_dtensor.export(
-        [*several, corrected, zipped, full, out, random_rule, view, handled, kernels.matrices(), kernels.GATED_NORM]
+        [*several, zipped, full, out, random_rule, view, handled, kernels.matrices(), kernels.GATED_NORM]
     ) as done:
         assert [str(one.op) for one in done.of("exported")] == ["bridge.gated_norm.default"]
         refused = {(str(one.op), " ".join(one.refused)) for one in done.of("left out")}
@@ -266,7 +265,7 @@ def test_the_report_says_what_stays_behind_and_why(kernels):
     }.items():
         assert any(op == name and words in why for name, why in refused), op
     reasons = " ".join(why for name, why in refused if name == "aten.relu.default")
-    for words in ("without its schema saying so", "corrects the metas", "function of the full mesh"):
+    for words in ("without its schema saying so", "function of the full mesh"):
         assert words in reasons
 
 
@@ -312,6 +311,13 @@ def test_a_preview_says_which_rows_go(kernels):
     seen = shardwise_dtensor.preview(kernels.ROW_SOFTMAX, made(6, 8))
     assert seen.rows == ("[R] -> [R]", "[S(0)] -> [S(0)]")
     assert seen.left_out == {"shard n": "runs a lowering, and DTensor would run the plain op"}
+
+
+def test_a_call_whose_result_lies_otherwise_than_dtensor_notes_stays_behind():
+    corrected = rule_from(torch.ops.aten.relu.default, results=row_major)(lambda self: einop("m n -> m n"))
+    assert "[S(0)] -> [S(0)]" in shardwise_dtensor.preview(corrected, made(6, 8)).rows
+    with pytest.raises(NoStrategyError, match="other strides"):
+        shardwise_dtensor.preview(corrected, made(8, 6).t())
 
 
 def test_rows_with_conditions_go_where_every_choice_of_mesh_dims_keeps_them(kernels):

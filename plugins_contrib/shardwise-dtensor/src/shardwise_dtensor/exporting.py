@@ -15,7 +15,7 @@ from shardwise.errors import RuleError
 from shardwise.rule import REPLICATE, AbstractMesh, FullMeshRule, Op, Rule, show_all
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.refusals import refusals
-from shardwise_dtensor.shardings import Shardings
+from shardwise_dtensor.shardings import Shardings, lowers
 
 __all__ = ["Export", "Exported", "Preview", "export", "export_plugin", "preview"]
 
@@ -143,7 +143,7 @@ def _export(pairs: Iterable[tuple[Op, AnyRule]], *, override: bool) -> Export:
             shardings = Shardings(op, rule)
             positional, keywords = torch_private.varying(op, shardings.by_type)
             stack.callback(torch_private.put_rule(op, shardings, positional, keywords))
-            partly = rule.lowering is not None or rule.local_args is not None
+            partly = lowers(rule) or rule.local_args is not None
             exported.append(Exported(op, rule.source, (), partly, shardings.left_out))
         return Export(tuple(exported), stack.pop_all())
 

@@ -23,8 +23,6 @@ def _of_rule(rule: Rule | FullMeshRule) -> list[str]:
         reasons.append("every list position chooses for itself, and DTensor takes one choice for all")
     if rule.writes:
         reasons.append(f"the op writes {', '.join(sorted(rule.writes))} without its schema saying so")
-    if rule.results is not None:
-        reasons.append("the rule corrects the metas of the results, and DTensor takes those of the meta device")
     return reasons
 
 

@@ -16,7 +16,8 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from shardwise.errors import NoStrategyError
-from shardwise.planning.strategies import rows
+from shardwise.planning.results import schema_metas
+from shardwise.planning.strategies import make_call, rows
 from shardwise.rule import (
     REPLICATE,
     AbstractMesh,
@@ -34,7 +35,7 @@ from shardwise.rule import (
 )
 from shardwise_dtensor.torch_private import DTensorSpec, OpStrategy
 
-__all__ = ["Shardings"]
+__all__ = ["Shardings", "lowers"]
 
 Places = list[Placement | None]
 Acceptable = list[tuple[Places, Places]]
@@ -50,6 +51,7 @@ class _Call:
     mesh_shape: tuple[int, ...]
     placements: tuple[tuple[Placement, ...], ...]
     numbers: tuple[int, ...]
+    device_type: str
 
     def meta(self, operand: int) -> TensorMeta:
         spec = self.schema.specs[operand]
@@ -78,6 +80,13 @@ class Shardings:
         Raises :class:`NoStrategyError` when DTensor can run no row.
         """
         call = _call(self.op, self.rule, args, kwargs)
+        if not _lies_as_noted(self.rule, call):
+            raise NoStrategyError(
+                asked=f"run {call.schema} by DTensor with the rule at {self.rule.source}",
+                found="the kernel makes a result with other strides, or another shape or dtype, than the meta device "
+                "says, and DTensor notes that",
+                do="Make the operands contiguous, or run it on a MeshTensor.",
+            )
         ndims = [None if s is None else s.ndim for s in call.schema.specs]
         legal = []
         for row in rows(self.rule, call.schema):
@@ -141,7 +150,8 @@ def _call(op: Op, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> _C
         at += 0 if not is_tensor else len(value or ()) if arg.is_list else 1
     schema = OpSchema(op, tuple(values), OpSchema.of(op, static=rule.static).info)
     mesh_shape = tuple(specs[0].mesh.shape) if specs else ()
-    return _Call(schema, mesh_shape, tuple(s.placements for s in specs), tuple(numbers))
+    device_type = specs[0].mesh.device_type if specs else "cpu"
+    return _Call(schema, mesh_shape, tuple(s.placements for s in specs), tuple(numbers), device_type)
 
 
 def _read(value: Any, specs: list[DTensorSpec]) -> Any:
@@ -169,12 +179,21 @@ def _abstract(meta: TensorMeta) -> TensorSpec:
     return TensorSpec(_ABSTRACT, (REPLICATE,), meta)
 
 
+def _lies_as_noted(rule: Rule, call: _Call) -> bool:
+    """Whether the results of a call are what the meta device says, by which DTensor goes."""
+    if rule.results is None:
+        return True
+    noted = schema_metas(call.schema, rule.meta) or ()
+    plain = make_call(evolve(rule, results=None), call.schema, noted)
+    return tuple(rule.results(plain, call.device_type)) == tuple(noted)
+
+
 # -- judging a row -----------------------------------------------------------------------------------------------
 
 
 def _reason(row: Row, call: _Call, rule: Rule) -> str:
     """Why a row must not be exported for this call; empty if it may be."""
-    if row.lowered:
+    if row.lowered and lowers(rule):
         return "runs a lowering, and DTensor would run the plain op"
     if rule.local_args is not None and not _is_whole(row):
         return "may need local arguments, and DTensor would pass the global ones"
@@ -183,6 +202,11 @@ def _reason(row: Row, call: _Call, rule: Rule) -> str:
     if call.schema.written and row.outputs and row.outputs[0] != row.inputs[0]:
         return "gives the written tensor another placement"
     return _unplaceable(row, call)
+
+
+def lowers(rule: Rule) -> bool:
+    """Whether rows of a rule may run something else than the op, which DTensor runs."""
+    return rule.lowering is not None and not getattr(rule.lowering, "runs_op", False)
 
 
 def _unplaceable(row: Row, call: _Call) -> str:
