@@ -28,7 +28,8 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
     divisor that is a tensor, and has both numerators. So has a small tensor on an accelerator, where to look is to wait
     for the device: a large one waits, since to reduce it takes longer.
     """
-    if isinstance(by, torch.Tensor) and (is_recorded(by) or (by.device.type != "cpu" and x.nbytes <= _SMALL)):
+    waits = local.spec("self").mesh.device_type != "cpu"  # the tensors themselves may stand for those of a device
+    if isinstance(by, torch.Tensor) and (is_recorded(by) or (waits and x.nbytes <= _SMALL)):
         parts = x.clone()
         numerator = torch.where(by == 0, _whole(local, x), parts)
         return local.call.op(x.copy_(numerator) if local.call.signature.args[0].written else numerator, by, **named)

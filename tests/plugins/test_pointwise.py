@@ -10,7 +10,10 @@ from described import rows_of
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.rule import infinite_factors
+from shardwise.discovery.process import default_registry
+from shardwise.engine.traffic import in_lowering
+from shardwise.planning.strategies import make_call
+from shardwise.rule import AbstractMesh, OpSchema, TensorMeta, TensorSpec, infinite_factors
 from shardwise.testing import RuleRefuted, check_rule, judge, mesh
 from shardwise_pointwise import activations, arithmetic, comparisons, functions, gated, special
 
@@ -250,3 +253,19 @@ def test_the_oracle_sees_what_infinite_factors_make_of_parts(op, looks, monkeypa
     samples = [(args, {}) for args in GIVEN[op]]
     with nullcontext() if looks else pytest.raises(RuleRefuted, match=r"nan where one device has -?inf"):
         assert check_rule(evolve(OPS[op], ops=(op,)), samples, meshes=[(4,), (3,), (2, 2)]).cases
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_division_by_a_tensor_sends_is_known_where_no_value_decides_it(device):
+    """Asked on meta tensors, for a mesh of either device. On a CPU it looks at the divisor; a small tensor on an
+    accelerator is reduced in any case, rather than wait.
+    """
+    on = AbstractMesh((4,), device)
+    x = TensorSpec(on, (Partial(),), TensorMeta.of(meta(5, 7)))
+    by = TensorSpec(on, (Replicate(),), TensorMeta.of(meta()))
+    entry = default_registry().lookup(aten.div.Tensor)
+    schema = OpSchema.of(aten.div.Tensor, x, by)
+    call = make_call(entry.rule, schema, [x.tensor_meta])
+    issued = in_lowering(entry, schema, schema.values, call, [x, by], [x])
+    assert [one.kind for one in issued.collectives] == ([] if device == "cpu" else ["all_reduce"])
+    assert issued.complete == (device == "cuda")

@@ -26,7 +26,7 @@ from shardwise.kernel.local_strides import alias
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
-from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.rule import AnyRule, runs_other_code
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorSpec
@@ -93,8 +93,7 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
 
 def _plan(described: DescribedCall, choose: Choose) -> Plan:
     entry, schema, call = described.entry, described.schema, described.call
-    lowering = entry.rule.lowering
-    refuse_dtypes(schema, lowers=lowering is not None and not getattr(lowering, "runs_op", False))
+    refuse_dtypes(schema, lowers=runs_other_code(entry.rule))
     refuse_shared_places(schema)
     # Before a strategy: a rule says where the result lies in every operand that is written, whatever its shape.
     check_written(schema, described.metas)

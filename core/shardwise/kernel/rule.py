@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from attrs import field, frozen
 
@@ -16,7 +16,7 @@ from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import ByType, Call, Kind, Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 
-__all__ = ["FullMeshRule", "Row", "Rows", "Rule", "Work"]
+__all__ = ["FullMeshRule", "Row", "Rows", "Rule", "Work", "running_its_op", "runs_other_code"]
 
 
 def _placements(values: Iterable[Placement | None]) -> tuple[Placement | None, ...]:
@@ -97,6 +97,7 @@ def _refuse_row(call: Call, found: str, do: str) -> NoReturn:
     )
 
 
+Lowers = TypeVar("Lowers", bound=Callable[..., Any])
 # The floating-point operations of a whole call.
 Work = Callable[[Call], float]
 # (call, device type) -> metas of the results as that device's kernels return them, if the meta device says otherwise.
@@ -176,6 +177,19 @@ class FullMeshRule:
 
 
 AnyRule = Rule | FullMeshRule
+
+_running_their_op: list[Callable[..., Any]] = []
+
+
+def running_its_op(lowering: Lowers) -> Lowers:
+    """Mark a lowering that runs the op of its call on the parts, but for special values: a decorator."""
+    _running_their_op.append(lowering)
+    return lowering
+
+
+def runs_other_code(rule_: AnyRule) -> bool:
+    """Whether rows of a rule that are lowered run something else than the op."""
+    return rule_.lowering is not None and not any(rule_.lowering is one for one in _running_their_op)
 
 
 def by_type(rule_: AnyRule, call_values: Sequence[Any], op: Op) -> dict[str, Any]:

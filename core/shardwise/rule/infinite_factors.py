@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.kernel.rule import running_its_op
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.tracing import is_recorded
 from shardwise.rule.lowering import LocalCall
@@ -39,6 +40,7 @@ def multiply(local: LocalCall, *args: Any, **named: Any) -> Any:
     return _multiplied(local, args, named, None, by_element=True)
 
 
+@running_its_op
 def multiply_matrices(
     local: LocalCall, *args: Any, run: Callable[[], torch.Tensor] | None = None, **named: Any
 ) -> torch.Tensor:
@@ -48,9 +50,6 @@ def multiply_matrices(
     """
     result: torch.Tensor = _multiplied(local, args, named, run, by_element=False)
     return result
-
-
-vars(multiply_matrices)["runs_op"] = True  # so it takes the dtypes that the op's kernel takes, also without elements
 
 
 def _multiplied(

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from shardwise.errors import ShardingError
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import Shard, show_all
-from shardwise.kernel.rule import Row, Rule
+from shardwise.kernel.rule import Row, Rule, runs_other_code
 from shardwise.kernel.signature import Call, Kind
 from shardwise.planning.strategies import make_call
 from shardwise.testing.inference.draws import Draws
@@ -143,11 +143,12 @@ def rule_rows(rule: Rule, draws: Draws, *, zipped: bool = False) -> set[Row]:
     """The rows of a rule that the search can find for a sample: they run the op itself, on placements that it tries."""
     same = written_results(draws.first)
     count = len(draws.operands)
+    is_other_code = runs_other_code(rule)
     rows = set()
     for row in rule.rows(call_of(rule, draws, zipped=zipped)):
         inputs = row.inputs[:count]
         outputs = tuple(None if m is None else p for p, m in zip(row.outputs, draws.outputs, strict=True))
-        plain = not row.lowered and not row.divides and may_lie(Row(inputs, ()), draws.operands)
+        plain = not (row.lowered and is_other_code) and not row.divides and may_lie(Row(inputs, ()), draws.operands)
         stays = all(outputs[o] == inputs[i] for o, i in same if i < count)
         shards_one_element = any(
             isinstance(p, Shard) and m is not None and m.shape[p.dim] == 1

@@ -12,10 +12,11 @@ from attrs import field, frozen
 
 from shardwise.discovery.process import default_registry
 from shardwise.errors import RuleError
+from shardwise.kernel.rule import runs_other_code
 from shardwise.rule import REPLICATE, AbstractMesh, FullMeshRule, Op, Rule, show_all
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.refusals import refusals
-from shardwise_dtensor.shardings import Shardings, lowers
+from shardwise_dtensor.shardings import Shardings
 
 __all__ = ["Export", "Exported", "Preview", "export", "export_plugin", "preview"]
 
@@ -143,7 +144,7 @@ def _export(pairs: Iterable[tuple[Op, AnyRule]], *, override: bool) -> Export:
             shardings = Shardings(op, rule)
             positional, keywords = torch_private.varying(op, shardings.by_type)
             stack.callback(torch_private.put_rule(op, shardings, positional, keywords))
-            partly = lowers(rule) or rule.local_args is not None
+            partly = runs_other_code(rule) or rule.local_args is not None
             exported.append(Exported(op, rule.source, (), partly, shardings.left_out))
         return Export(tuple(exported), stack.pop_all())
 

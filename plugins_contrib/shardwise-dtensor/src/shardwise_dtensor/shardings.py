@@ -16,6 +16,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from shardwise.errors import NoStrategyError
+from shardwise.kernel.rule import runs_other_code
 from shardwise.planning.results import schema_metas
 from shardwise.planning.strategies import make_call, rows
 from shardwise.rule import (
@@ -35,7 +36,7 @@ from shardwise.rule import (
 )
 from shardwise_dtensor.torch_private import DTensorSpec, OpStrategy
 
-__all__ = ["Shardings", "lowers"]
+__all__ = ["Shardings"]
 
 Places = list[Placement | None]
 Acceptable = list[tuple[Places, Places]]
@@ -193,7 +194,7 @@ def _lies_as_noted(rule: Rule, call: _Call) -> bool:
 
 def _reason(row: Row, call: _Call, rule: Rule) -> str:
     """Why a row must not be exported for this call; empty if it may be."""
-    if row.lowered and lowers(rule):
+    if row.lowered and runs_other_code(rule):
         return "runs a lowering, and DTensor would run the plain op"
     if rule.local_args is not None and not _is_whole(row):
         return "may need local arguments, and DTensor would pass the global ones"
@@ -202,11 +203,6 @@ def _reason(row: Row, call: _Call, rule: Rule) -> str:
     if call.schema.written and row.outputs and row.outputs[0] != row.inputs[0]:
         return "gives the written tensor another placement"
     return _unplaceable(row, call)
-
-
-def lowers(rule: Rule) -> bool:
-    """Whether rows of a rule may run something else than the op, which DTensor runs."""
-    return rule.lowering is not None and not getattr(rule.lowering, "runs_op", False)
 
 
 def _unplaceable(row: Row, call: _Call) -> str:
