@@ -98,9 +98,13 @@ def test_what_is_done_with_gradients_in_place_belongs_to_the_layer_that_makes_th
     assert counts == [4 * LAYERS, 4 * 6]
 
 
-def test_an_assignment_of_a_short_step_is_one_of_all_layers():
+TURNS = (4 * WIDTH, 2 * WIDTH) * 13
+
+
+@pytest.mark.parametrize("inner", [(4 * WIDTH,) * LAYERS, TURNS], ids=["alike", "in turns"])
+def test_an_assignment_of_a_short_step_is_one_of_all_layers(inner):
     with fake_mesh(2, 2) as mesh:
-        graph = recorded(mesh)
+        graph = recorded(mesh, inner)
         short = shortened(graph)
         whole, part = (StepProblem(of, WorkCosts(of)) for of in (graph, short.graph))
         start = whole.as_replicated()
@@ -192,9 +196,6 @@ def test_few_layers_and_such_that_differ_are_solved_as_they_are(inner):
         assert shortened(recorded(mesh, inner)) is None
 
 
-TURNS = (4 * WIDTH, 2 * WIDTH) * 13
-
-
 def assert_the_first_and_the_last_of_turns(short):
     graph = short.graph
     named = {t.name for t in graph.tensors for call in graph.calls if t.number in call.operands and t.name}
@@ -204,14 +205,7 @@ def assert_the_first_and_the_last_of_turns(short):
 
 def test_layers_that_take_turns_are_solved_two_by_two():
     with fake_mesh(2, 2) as mesh:
-        graph = recorded(mesh, TURNS)
-        short = shortened(graph)
-        assert_the_first_and_the_last_of_turns(short)
-        whole, part = (StepProblem(of, WorkCosts(of)) for of in (graph, short.graph))
-        start = whole.as_replicated()
-        again = short.whole(short.part_of(start, part.resting), start)
-        assert again.is_same(start)
-        assert whole.cost(again) == start.cost < FORBIDDEN
+        assert_the_first_and_the_last_of_turns(shortened(recorded(mesh, TURNS)))
 
 
 def test_layers_whose_parameters_lie_otherwise_in_turns_are_solved_two_by_two():
