@@ -138,6 +138,14 @@ def test_an_element_may_be_what_the_vectorised_loop_makes_of_it():
     assert not reach_holds(lambda t, _=None: [t[0] + t[1]], few, float("inf"), pointwise=True)
 
 
+@pytest.mark.parametrize("size", range(2, 9))
+def test_a_kernel_that_adds_is_known_by_operands_of_other_signs(size):
+    """A draw of signs may change none of them, or all, which changes no absolute value of a sum."""
+    operands, least = [torch.zeros(3), torch.zeros(size)], 5e-324
+    assert reach_holds(lambda t, _=None: [t[0] * t[1].sum()], operands, least)
+    assert not reach_holds(lambda t, _=None: [t[0] * t[1].prod()], operands, least)
+
+
 def test_the_sizes_of_pieces_are_the_largest_of_all_ranks_with_the_same_value():
     value = torch.tensor([1.0])
     spec = TensorSpec(AbstractMesh((2, 2)), (REPLICATE, partial("sum")), TensorMeta.of(value))

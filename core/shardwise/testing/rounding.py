@@ -281,9 +281,12 @@ class Rounding:
             self._sums = [True for _ in self.expected]
             with suppress(Exception):
                 start = self._changed(self.operands, plain)
-                other = self._changed(start, lambda t, _: turned(t, generator))
-                pairs = zip(self.whole(start), self.whole(other), strict=True)
-                self._sums = [a is None or b is None or bool(distance(a.abs(), b.abs()).any()) for a, b in pairs]
+                ones, adds = self.whole(start), [False for _ in self.expected]
+                for _ in range(_TURNS):  # a draw may change the signs of all terms of a sum, or of none
+                    others = self.whole(self._changed(start, lambda t, _: turned(t, generator)))
+                    for n, (one, other) in enumerate(zip(ones, others, strict=True)):
+                        adds[n] |= one is None or other is None or bool(distance(one.abs(), other.abs()).any())
+                self._sums = adds
         return self._sums[i]
 
     def _elsewhere(self, i: int) -> Tensor:
