@@ -25,7 +25,9 @@ os.environ["SHARDWISE_LINKS"] = "off"
 os.environ.setdefault("SHARDWISE_LEARN", "off")
 
 # Nor must the server that runs them: where CI is set, `shardwise lock` writes nothing. The tests of that set it.
-os.environ.pop("CI", None)
+# There hypothesis draws the same examples in each run, which its worker processes could not know.
+if os.environ.pop("CI", None):
+    os.environ["TESTS_DRAW_ALIKE"] = "1"
 
 # Nor must the width of a terminal, which workers of pytest-xdist are given: in a pipe tables would be as wide.
 os.environ.pop("COLUMNS", None)
@@ -35,7 +37,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # A busy machine is slow, not wrong.
-settings.register_profile("shardwise", deadline=None)
+settings.register_profile("shardwise", deadline=None, derandomize="TESTS_DRAW_ALIKE" in os.environ)
 settings.load_profile("shardwise")
 
 pytest_plugins = ["shardwise.testing.pytest_plugin"]
