@@ -575,3 +575,31 @@ def test_a_rank_that_works_on_when_the_first_has_ended_is_not_disturbed(how: str
     (_, _), (output, error) = run_pair(ENDS_SOONER, 0, how)
     assert output == "came through\n"
     assert error.count("frame #0") <= 1, error
+
+
+DESTROYS_FINALLY = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import shardwise as sw
+
+rank, port, failing = (int(word) for word in sys.argv[1:4])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+try:
+    x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+    x.sum().full_tensor()
+    if rank == failing:
+        raise ValueError("no more batches")
+    x.sum().full_tensor()
+finally:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_told_by_a_program_that_destroys_its_groups_in_finally(failing: int) -> None:
+    _, error = run_pair(DESTROYS_FINALLY, failing)[1 - failing]
+    assert f"rank {failing} has failed: ValueError: no more batches" in error.rstrip().splitlines()[-1]

@@ -180,7 +180,9 @@ def explain(error: BaseException) -> None:
 
 def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     """Leave a note about an error of this rank. ``is_final`` says that the rank will not go on."""
-    world = None if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)) else joined_world()
+    if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)):
+        return
+    world = joined_world() or (_left_world() if is_final else None)
     if world is None or world.failure is not None:
         return
     if world.own is not None and _TOLD in vars(error):
@@ -204,6 +206,12 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     world.write(Note(world.rank, op, kind, message, key, world.raised[key], is_final, ranks_say))
     for group in list(world.groups):
         group.hold(go_on)
+
+
+def _left_world() -> World | None:
+    """The world whose process groups this program has destroyed, as in ``finally``: other ranks may wait in it."""
+    is_left = PROCESS.watched == os.getpid() and not dist.is_initialized()
+    return PROCESS.world if is_left else None
 
 
 def telling(function: Callable[P, R]) -> Callable[P, R]:
@@ -411,7 +419,9 @@ def _leave_world() -> None:
     PROCESS.wakes.set()
     leave_native_ends()
     if world is None:
-        return
+        world = _left_world()
+        if world is None or world.own is None:
+            return
     if world.own is None or not world.own.is_final:
         end_program()
         return
