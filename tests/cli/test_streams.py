@@ -117,3 +117,10 @@ def test_lines_of_help_fit_60_columns():
         result = CliRunner().invoke(main, [*names, "--help"], terminal_width=60)
         assert result.exit_code == 0
         assert [line for line in result.output.splitlines() if len(line) > 60] == [], names
+
+
+def test_no_sentence_of_a_list_of_commands_is_cut():
+    for names in helps():
+        result = CliRunner().invoke(main, [*names, "--help"], terminal_width=60)
+        listed = result.output.partition("Commands:")[2]
+        assert "..." not in listed, names
