@@ -603,3 +603,30 @@ finally:
 def test_an_error_is_told_by_a_program_that_destroys_its_groups_in_finally(failing: int) -> None:
     _, error = run_pair(DESTROYS_FINALLY, failing)[1 - failing]
     assert f"rank {failing} has failed: ValueError: no more batches" in error.rstrip().splitlines()[-1]
+
+
+def forks_and_sums() -> list[str]:
+    """What a child says of two collectives, one over a group of its parent, and one over a mesh that it meets first."""
+    x = sharded(torch.ones(2))
+    x.sum().full_tensor()
+    other = init_device_mesh("cpu", (2,))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for mesh in (x.device_mesh, x.device_mesh, other):
+            try:
+                y = sw.MeshTensor.from_local((x * 2).to_local(), mesh, [sw.Shard(0)])
+                y.sum().full_tensor()
+            except RuntimeError as error:
+                os.write(writing, f"{type(error).__name__}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        lines = said.read().splitlines()
+    os.waitpid(child, 0)
+    x.sum().full_tensor()
+    return lines
+
+
+def test_a_forked_process_that_issues_a_collective_is_refused(pair: WorkerPool) -> None:
+    assert pair.run(forks_and_sums, timeout=60) == [["ForkedProcessError"] * 3] * 2
