@@ -48,9 +48,9 @@ def shown(path: Path) -> str:
 
 
 def part_of(path: Path) -> str:
-    """The part that a file of core belongs to."""
+    """The part that a file of core belongs to. What ``python -m`` runs is a command, wherever it lies."""
     first = path.relative_to(CORE).parts[0]
-    if first == "__main__.py":
+    if path.name == "__main__.py":
         return "cli"
     return "shardwise" if first == "__init__.py" else first.removesuffix(".py")
 

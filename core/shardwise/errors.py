@@ -200,6 +200,10 @@ class RankWaitError(ShardingError):
     """
 
 
+class ForkedProcessError(ShardingError):
+    """A process that a rank has forked issues a collective: it is no rank, and the collective would never end."""
+
+
 class NoPlanError(ShardingError):
     """No legal choice for all calls of a step together was found. Each call alone may have one."""
 

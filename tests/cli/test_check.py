@@ -290,6 +290,7 @@ def test_a_file(checkout, quick):
     [
         ("shardwise-matmull", "Close to it: shardwise-matmul"),
         ("no/such/folder", "does not exist"),
+        ("./nothing", "./nothing does not exist"),
         ("nothing.whl", "does not exist"),
         (__file__.replace(".py", ".txt"), "does not exist"),
     ],
@@ -307,6 +308,25 @@ def test_what_is_no_plugin(tmp_path):
     assert "is not a wheel" in run(tmp_path / "bad.whl").output
     assert "has no [project] with a name" in run(tmp_path).output
     assert "is not a folder, a wheel or a .py file" in run(tmp_path / "notes.txt").output
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty").output.endswith("is not a checkout of a plugin: it has no pyproject.toml\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = [", "cannot be read: TOMLDecodeError: Invalid"),
+        ("project = 3", "has no [project] with a name"),
+        ("[project]\nname = 3", "has no [project] with a name"),
+        ('[project]\nname = "acme"\nentry-points = 3', "has a table of another form"),
+        ('[project]\nname = "acme"\ndependencies = 3', "has a table of another form"),
+    ],
+)
+def test_tables_that_make_no_sense(tmp_path, text, words):
+    (tmp_path / "pyproject.toml").write_text(text)
+    result = run(tmp_path)
+    assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
+    assert words in result.output
 
 
 # -- metadata ------------------------------------------------------------------------------------------------------

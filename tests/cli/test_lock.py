@@ -97,6 +97,7 @@ def test_in_ci_nothing_is_written(run, written, monkeypatch):
     result = run("more")
     assert result.exit_code == 1
     assert "LockFileError: read the lockfile communication.lock: No such file" in result.output
+    assert "CI is set, so nothing is written" in result.stderr
     assert not written.exists()
 
 

@@ -65,6 +65,20 @@ def test_a_full_disk_is_one_line(arguments):
     assert done.stderr.decode() == "Error: cannot write the output: No space left on device\n"
 
 
+@pytest.mark.slow
+@pytest.mark.sample
+@needs_full
+@pytest.mark.parametrize("module", ["shardwise", "shardwise.demo"])
+def test_a_full_disk_is_one_line_of_the_demo_too(module):
+    sizes = ["--steps", "1", "--layers", "1", "--width", "32", "--heads", "4", "--context", "16", "--mesh", "2"]
+    arguments = [*(["demo"] if module == "shardwise" else []), *sizes, "--no-learn"]
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "Error: cannot write the output: No space left on device\n")
+
+
 def test_another_error_of_the_system_is_not_taken_for_a_full_disk():
     done = subprocess.run(
         [sys.executable, "-c", PRINTS.replace("print(sys.argv[1])", "open('/no/such/file')")],
@@ -103,3 +117,10 @@ def test_lines_of_help_fit_60_columns():
         result = CliRunner().invoke(main, [*names, "--help"], terminal_width=60)
         assert result.exit_code == 0
         assert [line for line in result.output.splitlines() if len(line) > 60] == [], names
+
+
+def test_no_sentence_of_a_list_of_commands_is_cut():
+    for names in helps():
+        result = CliRunner().invoke(main, [*names, "--help"], terminal_width=60)
+        listed = result.output.partition("Commands:")[2]
+        assert "..." not in listed, names

@@ -90,3 +90,8 @@ def test_settings_hold_several(tmp_path):
     assert read_settings({}, tmp_path).communication == ("warn", "forbid over tp")
     by_environment = read_settings({"SHARDWISE_COMMUNICATION": "warn; allow over dp"}, tmp_path)
     assert parse_policies(by_environment.communication, "test") == (Policy("warn"), Policy("allow", ("dp",)))
+
+
+def test_lists_of_a_text_may_have_blanks_after_commas():
+    (policy,) = parse_policies(["forbid over dp, tp kinds all_gather ,all_reduce"], "read a setting")
+    assert (policy.over, policy.kinds) == (("dp", "tp"), ("all_gather", "all_reduce"))

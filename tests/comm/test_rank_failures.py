@@ -575,3 +575,58 @@ def test_a_rank_that_works_on_when_the_first_has_ended_is_not_disturbed(how: str
     (_, _), (output, error) = run_pair(ENDS_SOONER, 0, how)
     assert output == "came through\n"
     assert error.count("frame #0") <= 1, error
+
+
+DESTROYS_FINALLY = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import shardwise as sw
+
+rank, port, failing = (int(word) for word in sys.argv[1:4])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+try:
+    x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+    x.sum().full_tensor()
+    if rank == failing:
+        raise ValueError("no more batches")
+    x.sum().full_tensor()
+finally:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_told_by_a_program_that_destroys_its_groups_in_finally(failing: int) -> None:
+    _, error = run_pair(DESTROYS_FINALLY, failing)[1 - failing]
+    assert f"rank {failing} has failed: ValueError: no more batches" in error.rstrip().splitlines()[-1]
+
+
+def forks_and_sums() -> list[str]:
+    """What a child says of two collectives, one over a group of its parent, and one over a mesh that it meets first."""
+    x = sharded(torch.ones(2))
+    x.sum().full_tensor()
+    other = init_device_mesh("cpu", (2,))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for mesh in (x.device_mesh, x.device_mesh, other):
+            try:
+                y = sw.MeshTensor.from_local((x * 2).to_local(), mesh, [sw.Shard(0)])
+                y.sum().full_tensor()
+            except RuntimeError as error:
+                os.write(writing, f"{type(error).__name__}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        lines = said.read().splitlines()
+    os.waitpid(child, 0)
+    x.sum().full_tensor()
+    return lines
+
+
+def test_a_forked_process_that_issues_a_collective_is_refused(pair: WorkerPool) -> None:
+    assert pair.run(forks_and_sums, timeout=60) == [["ForkedProcessError"] * 3] * 2

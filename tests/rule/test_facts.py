@@ -65,6 +65,17 @@ def test_keywords_stand_in_the_order_in_which_they_are_written():
     ]
 
 
+def test_rows_that_only_the_lowering_has_are_listed_with_the_further_rows():
+    made = rule(
+        aten.addmm.default,
+        "m n, m k, k n -> m n",
+        reduce={"k": "sum"},
+        partial=["sum, k, k -> sum"],
+        lowering={("k", "sum, k, k -> sum", "R, sum, R -> sum", linear("self mat1")): len},
+    )
+    assert made.partial == ("sum, k, k -> sum", "R, sum, R -> sum (lowering)", "linear in self with mat1 (lowering)")
+
+
 def test_facts_among_partial_rows_keep_the_order_of_the_list():
     flow = like(X, partial=[linear("other"), "product, product -> product", affine("self")])
     names = [row.name for row in flow.bind(call(aten.mul.Tensor, X, X)).rows]

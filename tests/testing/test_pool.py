@@ -311,3 +311,41 @@ def test_the_first_worker_starts_without_interrupts_too():
     """The first start of a process starts Python's tracker of resources, which lets signals through again."""
     done = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+LONG_FOLDER = """
+import sys, tempfile
+from multiprocessing import util
+from shardwise.testing import WorkerPool, fork_server
+
+if __name__ == "__main__":
+    before = tempfile.gettempdir()
+    if sys.argv[1] == "used":
+        util.get_temp_dir()  # multiprocessing has its folder, and keeps it
+    with WorkerPool(1, start_method="forkserver") as pool:
+        try:
+            print(*pool.run(fork_server.__name__.upper))
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+    assert tempfile.gettempdir() == before
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "printed"),
+    [
+        ("fresh", "SHARDWISE.TESTING.FORK_SERVER\n"),
+        ("used", "WorkerError: start a fork server: the temporary folder .* has a path that is too long for a socket"),
+    ],
+)
+def test_a_temporary_folder_with_a_long_path(tmp_path, state, printed):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    script = tmp_path / "program.py"
+    script.write_text(LONG_FOLDER)
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, str(script), state], capture_output=True, text=True, check=False, env=environment
+    )
+    assert re.match(printed, done.stdout), done.stderr
+    assert not list(folder.glob("shardwise-*"))

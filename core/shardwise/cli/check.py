@@ -40,7 +40,7 @@ CASES = 25
 """The default number of cases per op: each row has one, the rest is a seeded choice."""
 
 
-@click.command()
+@click.command(short_help="Check whether a plugin is ready to publish.")
 @click.argument("plugin", metavar="NAME|PATH", shell_complete=offer_plugins_and_paths)
 @click.option(
     "--samples",

@@ -68,6 +68,8 @@ def lock(
     if not check:
         refuse_to_overwrite("--out", out, HEAD.encode(), "a lockfile")
     in_ci = is_ci(os.environ)
+    if in_ci and not check:
+        click.echo("CI is set, so nothing is written: this compares, as with --check.", err=True)
     name = _program_name(step.text)
     asked = f"compare a step with {out}"
     # Before the step, which takes its time.
@@ -95,8 +97,6 @@ def lock(
             save_lock(now.lock, in_folder)
         except OSError as error:
             raise click.ClickException(f"cannot write {out}: {error.strerror}") from error
-    if in_ci and not check:
-        click.echo("CI is set, so nothing is written: this compares, as with --check.", err=True)
     if of_learning and not as_json:
         click.echo(of_learning, err=True)
     if as_json:

@@ -67,7 +67,7 @@ _FACTOR = "Try all meshes of so many ranks, with one mesh dim per name at most (
 _RECIPE = "A plan file whose placements of parameters are tried, too; may be given several times."
 
 
-@plan.command()
+@plan.command(short_help="Choose the layouts of a step.")
 @click.argument("program", metavar="FILE.py:FUNCTION", shell_complete=offer_programs)
 @click.option("--mesh", "mesh_shape", callback=mesh_option_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
 @click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
@@ -354,7 +354,7 @@ def _line_json(line: Line) -> dict[str, object]:
 # -- two plans -------------------------------------------------------------------------------------------------------
 
 
-@plan.command()
+@plan.command(short_help="Compare two plan files.")
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B", type=click.Path(path_type=Path))
 @json_option

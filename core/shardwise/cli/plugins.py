@@ -49,7 +49,7 @@ def plugins(ctx: click.Context, *, as_json: bool) -> None:
         _print_list(as_json=as_json)
 
 
-@plugins.command("list")
+@plugins.command("list", short_help="List the installed plugins.")
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, *, as_json: bool) -> None:
@@ -60,7 +60,7 @@ def list_(ctx: click.Context, *, as_json: bool) -> None:
     _print_list(as_json=as_json or _outer_json(ctx))
 
 
-@plugins.command()
+@plugins.command(short_help="Show one plugin, with its failure.")
 @click.argument("name", shell_complete=offer_plugins)
 @json_option
 @click.pass_context
@@ -105,7 +105,7 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
             print_rows(facts["rules"], RULE_COLUMNS, drop=("source", "holds"))
 
 
-@plugins.command()
+@plugins.command(short_help="Write a lock of all rules.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
 def freeze(out: Path | None) -> None:
     """Write the versions and the digests of all rules that are loaded, sorted, as a lock.
@@ -131,13 +131,13 @@ def freeze(out: Path | None) -> None:
     click.echo(f"{out}: {counted(len(states.statuses), 'plugin')}", err=True)
 
 
-@plugins.command()
+@plugins.command(short_help="Look for plugins that are known.")
 @click.argument("words", nargs=-1, required=True)
 @json_option
 @click.pass_context
 def search(ctx: click.Context, words: tuple[str, ...], *, as_json: bool) -> None:
     """Look for plugins that are known, installed or not: by words in their names and descriptions, or by an op, as in
-    'fft' or 'aten._int_mm'. Nothing is fetched; docs/plugins-directory.md shows the same list.
+    'fft' or 'aten._int_mm'. Nothing is fetched; the page on plugins of others has the same list.
 
     Exits with 1 where nothing is found.
     """

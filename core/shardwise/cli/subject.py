@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from attrs import frozen
 
 from shardwise.cli.plugin_states import no_such_plugin, plugins_named
 from shardwise.discovery.entry_points import GROUP, LIKE_OURS, discover
+from shardwise.kernel.foreign_files import reason
 from shardwise.kernel.plurals import counted
 from shardwise.settings import Settings, normalised
 
@@ -91,7 +93,7 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
         raise click.ClickException(
             f"{text} names a function of a program: `shardwise check {text} --mesh 2x2` compares it with one device."
         )
-    if path.exists() or path.suffix in (".whl", ".py") or len(path.parts) > 1:
+    if path.exists() or path.suffix in (".whl", ".py") or "/" in text or os.sep in text:
         what = "is not a folder, a wheel or a .py file" if path.exists() else "does not exist"
         raise click.ClickException(
             f"{text} {what}. Name an installed plugin, a checkout's folder, a .whl or a .py file."
@@ -155,10 +157,23 @@ def _checkout(folder: Path) -> PluginToCheck:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         project = content["project"]
         name = project["name"]
-    except OSError as error:
-        raise click.ClickException(f"{folder} is not a checkout of a plugin: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise click.ClickException(f"{path} has no [project] with a name that can be read: {error!r}") from error
+    except FileNotFoundError as error:
+        raise click.ClickException(f"{folder} is not a checkout of a plugin: it has no pyproject.toml") from error
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{path} cannot be read: {reason(error)}") from error
+    except (KeyError, TypeError):
+        name = None
+    if not isinstance(name, str):
+        raise click.ClickException(f"{path} has no [project] with a name")
+    try:
+        return _described(folder, name, project, content.get("tool", {}))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise click.ClickException(
+            f"{path} has a table of another form than the standard's: {reason(error)}"
+        ) from error
+
+
+def _described(folder: Path, name: str, project: Mapping[str, Any], tool: Mapping[str, Any]) -> PluginToCheck:
     groups: Mapping[str, Mapping[str, str]] = project.get("entry-points", {})
     declared = groups.get(SAMPLES_GROUP, {}).items()
     return PluginToCheck(
@@ -172,10 +187,10 @@ def _checkout(folder: Path) -> PluginToCheck:
             for key, value in listed.items()
         ),
         None if "dependencies" in project.get("dynamic", ()) else tuple(project.get("dependencies", ())),
-        tuple(dict.fromkeys(_roots(folder, content.get("tool", {})))),
+        tuple(dict.fromkeys(_roots(folder, tool))),
         _samples_in(folder),
         tuple(EntryPoint(name=key, value=value, group=SAMPLES_GROUP) for key, value in declared),
-        tuple(package for package in _hatch_packages(content.get("tool", {})) if not (folder / package).exists()),
+        tuple(package for package in _hatch_packages(tool) if not (folder / package).exists()),
         None if "keywords" in project.get("dynamic", ()) else tuple(map(str, project.get("keywords", ()))),
     )
 

@@ -101,7 +101,8 @@ def parse_policies(texts: Sequence[str], where: str) -> tuple[Policy, ...]:
     A text may hold several, separated by semicolons; the last that covers a collective holds. Raises
     :class:`SettingsError`.
     """
-    return tuple(_parsed(part.split(), where) for text in texts for part in text.split(";") if part.strip())
+    parts = (re.sub(r"\s*,\s*", ",", part) for text in texts for part in text.split(";"))
+    return tuple(_parsed(part.split(), where) for part in parts if part.strip())
 
 
 def _parsed(words: Sequence[str], where: str) -> Policy:

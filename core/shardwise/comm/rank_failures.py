@@ -48,7 +48,7 @@ from shardwise.comm.gone_processes import tell_process
 from shardwise.comm.native_end import end_with_reason
 from shardwise.comm.shared_store import SharedStore
 from shardwise.comm.waiting_ranks import explained_among, failure_behind, look_for_failures
-from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
+from shardwise.errors import ForkedProcessError, RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store
 from shardwise.private_torch.fake import is_rehearsing
@@ -94,6 +94,8 @@ def watch(process_group: Any, group: Any = None) -> None:
             world.groups.add(group)
             if world.own is not None:
                 group.hold(go_on)
+    elif group is not None and _is_of_parent():
+        group.hold(_refuse)
 
 
 def joined_world() -> World | None:
@@ -138,8 +140,34 @@ def _install() -> None:
 
     threading.excepthook = remember_and_report
     at_native_end(end_with_reason)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_refuse_collectives)
     atexit.register(_leave, watcher)
     Finalize(None, _leave, (watcher,), exitpriority=0)  # a process of multiprocessing ends without atexit
+
+
+# -- a process that a rank has forked --------------------------------------------------------------------------------
+
+
+def _is_of_parent() -> bool:
+    """Whether this process was forked from a rank and has the default process group of that one."""
+    world = PROCESS.world
+    return world is not None and PROCESS.watched != os.getpid() and world.default_group() is dist.group.WORLD
+
+
+def _refuse_collectives() -> None:
+    """Have all groups of the parent refuse: the process has no thread of the backend, so it would wait for ever."""
+    for group in list(PROCESS.world.groups) if PROCESS.world is not None else ():
+        group.hold(_refuse)
+
+
+def _refuse() -> None:
+    _refuse_collectives()  # the next one, too
+    raise ForkedProcessError(
+        asked="issue a collective",
+        found=f"this process, {os.getpid()}, was forked from a rank, {PROCESS.watched}, and is no rank itself",
+        do="Communicate in the process of the rank, as before the fork, or start the other process by spawn.",
+    )
 
 
 class _Here(threading.local):
@@ -180,7 +208,9 @@ def explain(error: BaseException) -> None:
 
 def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     """Leave a note about an error of this rank. ``is_final`` says that the rank will not go on."""
-    world = None if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)) else joined_world()
+    if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)):
+        return
+    world = joined_world() or (_left_world() if is_final else None)
     if world is None or world.failure is not None:
         return
     if world.own is not None and _TOLD in vars(error):
@@ -204,6 +234,12 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     world.write(Note(world.rank, op, kind, message, key, world.raised[key], is_final, ranks_say))
     for group in list(world.groups):
         group.hold(go_on)
+
+
+def _left_world() -> World | None:
+    """The world whose process groups this program has destroyed, as in ``finally``: other ranks may wait in it."""
+    is_left = PROCESS.watched == os.getpid() and not dist.is_initialized()
+    return PROCESS.world if is_left else None
 
 
 def telling(function: Callable[P, R]) -> Callable[P, R]:
@@ -411,7 +447,9 @@ def _leave_world() -> None:
     PROCESS.wakes.set()
     leave_native_ends()
     if world is None:
-        return
+        world = _left_world()
+        if world is None or world.own is None:
+            return
     if world.own is None or not world.own.is_final:
         end_program()
         return

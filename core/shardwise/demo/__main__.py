@@ -1,6 +1,8 @@
-"""``python -m shardwise.demo``, and what torchrun runs."""
+"""``python -m shardwise.demo``, and what torchrun runs: the command ``shardwise demo``."""
 
-from shardwise.demo.command import demo
+import sys
+
+from shardwise.cli.main import main
 
 if __name__ == "__main__":
-    demo(prog_name="shardwise demo")
+    main(["demo", *sys.argv[1:]], prog_name="shardwise")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from attrs import evolve
 from rich.console import Console
 
+from shardwise.comm.rank_failures import telling
 from shardwise.demo.checkpoints import Checkpoints, after_a_failure, check_run
 from shardwise.demo.report import as_json, print_report
 from shardwise.demo.run import RunResult, run_rank
@@ -106,6 +107,8 @@ def _run_locally(settings: RunSettings, checkpoints: Checkpoints | None) -> RunR
             result: RunResult | None = pool.run(run_rank, settings, checkpoints, timeout=None)[0]
             return result
     except WorkerError as error:
+        if isinstance(error.__cause__, OSError):  # a full disk: the command ends as it does where it prints itself
+            raise error.__cause__ from None
         click.echo(f"\nshardwise demo: {error}", err=True)
         if checkpoints is not None:
             click.echo(f"\n{after_a_failure(checkpoints.directory)}", err=True)
@@ -123,6 +126,6 @@ def _run_under_torchrun(settings: RunSettings, checkpoints: Checkpoints | None) 
                 f"--mesh {settings.mesh_text} wants {settings.world_size} processes and torchrun started "
                 f"{dist.get_world_size()}"
             )
-        return run_rank(settings, checkpoints)
+        return telling(run_rank)(settings, checkpoints)
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ There are two forms: rows per mesh dim (:func:`rule`, :func:`rule_from`), and a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, Unpack
 
@@ -95,10 +95,16 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
         lowering=function,
         local_args=local_args,
         source=_caller(),
-        partial=tuple(map(str, options.partial)),
+        partial=(*map(str, options.partial), *(f"{row} (lowering)" for row in _rows_of_lowering(options))),
         replaces=checked_replaces(replaces),
         work=work,
     )
+
+
+def _rows_of_lowering(options: Options) -> Iterator[str | Facts]:
+    """The rows that a rule has by its lowering alone; one that names a dim is a row of the notation."""
+    rows = (row for row in options.lowered if isinstance(row, Facts) or "->" in row)
+    return (row for row in rows if row not in options.partial)
 
 
 def rule_from(  # noqa: PLR0913  # keyword-only options of one value

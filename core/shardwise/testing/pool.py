@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 from attrs import evolve, frozen
 
 from shardwise.errors import RankFailedError, WorkerError
+from shardwise.testing import fork_server
 from shardwise.testing.pickling import dumps_by_value, importable
 from shardwise.testing.worker import Answer, RankFailure, Seat, serve
 
@@ -167,7 +168,7 @@ class WorkerPool:
                 self._workers.append(Worker(rank, process, ours, stack_path))
                 if self.start_method == "forkserver":
                     with _without_interrupts():
-                        forkserver.ensure_running()
+                        fork_server.ensure_running()
                     process.start()  # waits until the server has imported torch
                 else:
                     with _without_interrupts():
