@@ -74,6 +74,11 @@ def _swapped(x):
     return other
 
 
+def _is_plain_range(value, _):
+    assert type(value) is torch.Tensor
+    assert torch.equal(value, torch.arange(16.0).view(4, 4))
+
+
 def _is_x(value, x):
     assert type(value) is MeshTensor
     assert value.placements == x.placements
@@ -216,6 +221,7 @@ WAYS = {
     # Sizes.
     "resize_ to the same": (lambda x: x.resize_(4, 4), _is_x),
     "resize_as_": (lambda x: x.resize_as_(x), _is_x),
+    "plain.resize_as_": (lambda x: torch.arange(16.0).resize_as_(x), _is_plain_range),
     # Memory that other processes, devices and streams see: that of this rank's part.
     "share_memory_": (lambda x: x.share_memory_(), _shares),
     "is_shared": (lambda x: x.is_shared(), _equals(False)),
