@@ -84,7 +84,7 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     return (x.unsqueeze(-1) == classes).to(torch.int64)
 
 
-def _fill_diagonal_(x: Tensor, value: Any, wrap: bool = False) -> Any:  # noqa: FBT001, FBT002  # as in its schema
+def _fill_diagonal_(x: Tensor, value: Any, wrap: bool = False) -> Any:
     """The diagonals are filled. Torch's composite names them by a place in memory, which a view does not have here."""
     if wrap and not x.is_contiguous():
         return NotImplemented
