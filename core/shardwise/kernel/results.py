@@ -98,7 +98,8 @@ def _new_normal(*parts: Any) -> Any:
 
 def reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     """Make a tensor another view of its memory, as ``x.t_()`` does."""
-    if not isinstance(tensor, started.tensor_class):  # plain.resize_as_(x)
+    is_plain = not isinstance(tensor, started.tensor_class)
+    if is_plain:  # plain.resize_as_(x)
         set_data(tensor, local)
         return tensor
     # Torch's setter changes sizes and strides, which torch holds, and leaves autograd's state alone.
