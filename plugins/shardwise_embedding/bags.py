@@ -58,7 +58,13 @@ def _summed(
     result = local.outputs[0]
     assert result is not None
     padding = local.arg("padding_idx")
-    values = own_values(local, weight, indices)
+    try:
+        values = own_values(local, weight, indices)
+    except IndexError as error:  # kernels of bags raise another error than those of look-ups
+        count = local.spec("weight").shape[0]
+        wrong = int(indices[(indices < 0).logical_or_(indices >= count)][0])
+        msg = f"embedding_bag: Expected idx >= 0 && idx < num_embeddings but found idx to be {wrong}"
+        raise RuntimeError(msg) from error
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
     counts = indices != padding if padding >= 0 else torch.ones_like(indices, dtype=torch.bool)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule_from
+from shardwise_spectral.strides import strides_of_transform
 
 __all__ = ["RULES"]
 
@@ -36,6 +37,7 @@ def _locally(local: LocalCall, x: Tensor, *args: Any, out: Tensor | None = None)
         *(aten._fft_c2r.default, aten._fft_c2r.out),
     ],
     lowering=_locally,
+    results=strides_of_transform,
 )
 def TRANSFORM(self: TensorMeta, dim: Sequence[int]) -> Flow:
     """Dims that are not transformed pass; linear."""

@@ -84,6 +84,25 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     return (x.unsqueeze(-1) == classes).to(torch.int64)
 
 
+def _fill_diagonal_(x: Tensor, value: Any, wrap: bool = False) -> Any:
+    """The diagonals are filled. Torch's composite names them by a place in memory, which a view does not have here."""
+    if wrap and not x.is_contiguous():
+        return NotImplemented
+    if x.dim() < 2:  # noqa: PLR2004  # as torch
+        raise RuntimeError("dimensions must larger than 1")
+    if x.dim() > 2 and len(set(x.shape)) > 1:  # noqa: PLR2004
+        raise RuntimeError("all dimensions of input must be of equal length")
+    parts = [x]
+    if wrap and x.dim() == 2:  # noqa: PLR2004
+        parts += [x[first:] for first in range(x.shape[1] + 1, x.shape[0], x.shape[1] + 1)]
+    for part in parts:
+        diagonal = part
+        while diagonal.dim() > 1:
+            diagonal = diagonal.diagonal()
+        diagonal.fill_(value)
+    return x
+
+
 def _in_parts(op: Any) -> Callable[..., Any]:
     """A recurrent layer or a sampling of a grid as the ops that have rules, whatever device it is on.
 
@@ -180,6 +199,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     aten._nested_tensor_from_mask.default: padded_batch,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     aten._pad_packed_sequence.default: _pad_packed_sequence,
+    aten.fill_diagonal_.default: _fill_diagonal_,
     aten.ctc_loss.IntList: _ctc_loss,
     aten.ctc_loss.Tensor: _ctc_loss,
     **{op: _in_parts(op) for op in WHOLE_LAYERS},

@@ -156,6 +156,10 @@ def an_index_out_of_range():
         indices = sw.distribute_tensor(torch.tensor([0, wrong]), on, [Replicate()])
         with pytest.raises((IndexError, RuntimeError)):
             torch.nn.functional.embedding(indices, weight)
+        for mode in ("sum", "mean", "max"):
+            bags = indices[None]
+            with pytest.raises(RuntimeError, match=f"found idx to be {wrong}"):
+                torch.nn.functional.embedding_bag(bags, weight, mode=mode)
 
 
 def test_an_index_out_of_range_is_refused_on_every_rank(pool):

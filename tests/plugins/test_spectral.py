@@ -1,5 +1,7 @@
 """Rules for the Fourier transforms: what they print, and torch.fft on real ranks."""
 
+from itertools import permutations
+
 import pytest
 import torch
 
@@ -53,3 +55,41 @@ def on_ranks(layout):
 def test_transforms_and_gradients(pool, dim):
     kept = pool.run(on_ranks, [Shard(dim)])[0]
     assert dim != 0 or kept == (Shard(0),)
+
+
+VIEWS = (
+    lambda x: x,
+    lambda x: x.transpose(0, 1),
+    lambda x: x.transpose(1, 2),
+    lambda x: x[:, ::2],
+    lambda x: x[..., ::2],
+    lambda x: x[:1].expand(3, 6, 8),
+)
+
+
+def ordered_as_on_one_device(shape):
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, 8, dtype=torch.float64)
+    placements = [Shard(0)] if shape == (4,) else [Shard(0), Shard(2)]
+    for view in VIEWS:
+        for layout in ([REPLICATE] * len(shape), placements):
+            whole, sharded = view(x), view(sw.distribute_tensor(x, mesh(shape), layout))
+            assert sharded.stride() == whole.stride()
+            for count in (1, 2, 3):
+                for dims in permutations(range(3), count):
+                    calls = [
+                        (aten._fft_r2c.default, dims, 0, True),
+                        (aten._fft_r2c.default, dims, 0, False),
+                        (aten._fft_c2c.default, dims, 0, True),
+                        (aten._fft_c2r.default, dims, 0, 2 * whole.shape[dims[-1]] - 2),
+                    ]
+                    for op, *args in calls:
+                        one, many = [t if op is aten._fft_r2c.default else t + 0j for t in (whole, sharded)]
+                        expected, found = op(one, *args), op(many, *args)
+                        assert found.stride() == expected.stride(), (op, one.stride(), args)
+                        torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_results_lie_in_memory_as_on_one_device(pool, shape):
+    pool.run(ordered_as_on_one_device, shape, timeout=300)

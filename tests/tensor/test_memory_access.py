@@ -74,6 +74,11 @@ def _swapped(x):
     return other
 
 
+def _is_plain_range(value, _):
+    assert type(value) is torch.Tensor
+    assert torch.equal(value, torch.arange(16.0).view(4, 4))
+
+
 def _is_x(value, x):
     assert type(value) is MeshTensor
     assert value.placements == x.placements
@@ -185,11 +190,19 @@ WAYS = {
     "queue of a storage": (lambda x: _queue(x.untyped_storage()), LayoutError),
     "plain.set_ of a storage": (lambda x: _plain().set_(x.untyped_storage()), LayoutError),
     "plain.set_": (lambda x: _plain().set_(x), LayoutError),
-    "set_": (lambda x: x.set_(x.clone()), LayoutError),
+    "set_": (lambda x: x.clone().set_(x), _is_x),
+    "set_ by name": (lambda x: x.clone().set_(source=x), _is_x),
+    "set_ of itself": (lambda x: x.set_(x), _is_x),
+    "set_ of another dtype": (lambda x: x.set_(x.double()), LayoutError),
+    "set_ with sizes": (lambda x: x.set_(x.clone(), 0, (2, 2), (2, 1)), LayoutError),
+    "set_ of nothing": (lambda x: x.set_(), LayoutError),
+    "set_ of a parameter": (lambda x: nn.Parameter(x).set_(x), LayoutError),
     "the op set_": (lambda x: torch.ops.aten.set_.source_Tensor(x, x.clone()), LayoutError),
     "set_ of a plain tensor": (lambda x: x.set_(_plain()), LayoutError),
     "set_ of a storage": (lambda x: x.set_(_plain().untyped_storage()), LayoutError),
     "is_set_to of a plain tensor": (lambda x: x.is_set_to(_plain()), _equals(False)),
+    "plain.is_set_to": (lambda x: _plain().is_set_to(x), _equals(False)),
+    "is_set_to after set_": (lambda x: x.clone().set_(x).is_set_to(x), _equals(True)),
     "is_set_to of a number": (lambda x: x.is_set_to(3), TypeError),
     "is_set_to of None": (lambda x: x.is_set_to(None), TypeError),
     "is_set_to": (
@@ -208,6 +221,7 @@ WAYS = {
     # Sizes.
     "resize_ to the same": (lambda x: x.resize_(4, 4), _is_x),
     "resize_as_": (lambda x: x.resize_as_(x), _is_x),
+    "plain.resize_as_": (lambda x: torch.arange(16.0).resize_as_(x), _is_plain_range),
     # Memory that other processes, devices and streams see: that of this rank's part.
     "share_memory_": (lambda x: x.share_memory_(), _shares),
     "is_shared": (lambda x: x.is_shared(), _equals(False)),

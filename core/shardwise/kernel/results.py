@@ -98,6 +98,10 @@ def _new_normal(*parts: Any) -> Any:
 
 def reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     """Make a tensor another view of its memory, as ``x.t_()`` does."""
+    is_plain = not isinstance(tensor, started.tensor_class)
+    if is_plain:  # plain.resize_as_(x)
+        set_data(tensor, local)
+        return tensor
     # Torch's setter changes sizes and strides, which torch holds, and leaves autograd's state alone.
     set_data(tensor, new_wrapper(started.tensor_class, local, spec, False))
     tensor._local_tensor, tensor._spec = local, spec

@@ -21,6 +21,7 @@ from shardwise.private_torch.modes import leave_modes, outside_modes, recording_
 from shardwise.private_torch.parts import find_part, missing_parts, torch_part
 
 __all__ = [
+    "COMPARES_MEMORY",
     "SETS_MEMORY",
     "assert_when_run",
     "constant_in_graphs",
@@ -50,6 +51,9 @@ _TRACED = (FakeTensor, FunctionalTensor)
 
 SETS_MEMORY: Any = torch.ops.aten.set_.source_Tensor
 """The op that stands in a graph for ``x.data = y``. Outside of graphs torch sets the data without an op."""
+
+COMPARES_MEMORY: Any = torch.ops.aten.is_set_to.default
+"""The op that a plain tensor asks whether another tensor is the same view of the same memory."""
 
 
 def is_without_data(tensor: torch.Tensor) -> bool:

@@ -230,6 +230,8 @@ def is_set_to(this: Any, tensor: Any) -> bool:
         local: torch.Tensor = this._local_tensor
         return not isinstance(tensor, torch.Tensor) and bool(local.is_set_to(tensor))  # raises torch's error
     other: Any = tensor
+    if not isinstance(this, tensor_class()):
+        return False  # a plain tensor has no memory of a MeshTensor
     return this._spec is other._spec and bool(this._local_tensor.is_set_to(other._local_tensor))
 
 
@@ -254,7 +256,20 @@ def _refuse(tensor: Any, asked: str, do: str) -> NoReturn:
     raise LayoutError(asked=asked.format(tensor._spec), found="each rank holds only its part", do=do)
 
 
-set_ = refusing(*_SET)
+def set_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """``tensor.set_(other)`` for a MeshTensor of the same dtype: what ``tensor.data = other`` does.
+
+    Raises :class:`LayoutError` for another source, and for a tensor that torch does not let a program write.
+    """
+    source = args[0] if args else kwargs.get("source")
+    is_allowed = len(args) + len(kwargs) == 1 and isinstance(source, tensor_class()) and source.dtype == tensor.dtype
+    if not is_allowed or (tensor.requires_grad and torch.is_grad_enabled()):
+        _refuse(tensor, *_SET)
+    if source is not tensor:
+        tensor.data = source
+    increment_version(tensor)
+    return tensor
+
 
 _LAUNCH = 3
 """How many frames up from ``data_ptr()`` the launch of a Triton kernel is at most: Triton makes code between them."""

@@ -18,7 +18,13 @@ from shardwise.private_torch.dispatch import guard_memory, hide_items, leave_out
 from shardwise.private_torch.distributed import count_inside_ops
 from shardwise.private_torch.scripts import guard_archives, interpret_scripts
 from shardwise.private_torch.sizes import write_formulas
-from shardwise.private_torch.tracing import SETS_MEMORY, fold_no_collectives, record_constants, take_plain_tangents
+from shardwise.private_torch.tracing import (
+    COMPARES_MEMORY,
+    SETS_MEMORY,
+    fold_no_collectives,
+    record_constants,
+    take_plain_tangents,
+)
 from shardwise.private_torch.transforms import ASKS_OF_TANGENTS, give_attributes
 from shardwise.tensor import memory_access
 from shardwise.tensor.batched import lie_alike, spec_of
@@ -72,6 +78,7 @@ def _set_memory_up(mesh_tensor: type[Any]) -> None:
     parametrize_through(mesh_tensor, memory_access.give_values)
     guard_archives(mesh_tensor, memory_access.refuse_to_archive)
     answer(SETS_MEMORY, memory_access.set_in_graph)
+    answer(COMPARES_MEMORY, memory_access.is_set_to)
 
 
 def _set_transforms_up(mesh_tensor: type[Any]) -> None:
