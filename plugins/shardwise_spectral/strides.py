@@ -32,7 +32,7 @@ def strides_of_transform(call: Call, device_type: str) -> Sequence[TensorMeta | 
 def _few(meta: TensorMeta) -> torch.Tensor:
     """A small tensor whose strides are in the order of these strides, equal and zero where these are."""
     steps = {step: FEW**k for k, step in enumerate(sorted({step for step in meta.stride if step}))}
-    numbers = torch.ones(FEW**meta.ndim, dtype=meta.dtype)
+    numbers = torch.ones(FEW**meta.ndim, dtype=meta.dtype, device="cpu")
     return numbers.as_strided((FEW,) * meta.ndim, [steps.get(step, 0) for step in meta.stride])
 
 

@@ -92,14 +92,12 @@ def _fill_diagonal_(x: Tensor, value: Any, wrap: bool = False) -> Any:
         raise RuntimeError("dimensions must larger than 1")
     if x.dim() > 2 and len(set(x.shape)) > 1:  # noqa: PLR2004
         raise RuntimeError("all dimensions of input must be of equal length")
-    parts = [x]
-    if wrap and x.dim() == 2:  # noqa: PLR2004
-        parts += [x[first:] for first in range(x.shape[1] + 1, x.shape[0], x.shape[1] + 1)]
-    for part in parts:
-        diagonal = part
-        while diagonal.dim() > 1:
-            diagonal = diagonal.diagonal()
-        diagonal.fill_(value)
+    diagonal = x
+    if wrap and x.dim() == 2 and x.shape[0] > x.shape[1]:  # noqa: PLR2004  # another begins below each
+        diagonal = x.view(-1)[:: x.shape[1] + 1]
+    while diagonal.dim() > 1:
+        diagonal = diagonal.diagonal()
+    diagonal.fill_(value)
     return x
 
 
