@@ -26,7 +26,7 @@ def strides_of_transform(call: Call, device_type: str) -> Sequence[TensorMeta | 
     args["self"] = _few(operand)
     strides = call.op(**args).stride()
     order = sorted(range(operand.ndim), key=lambda d: -strides[d])
-    return [None if meta is None else evolve(meta, stride=_dense(meta.shape, order)) for meta in call.outputs]
+    return [None if meta is None else evolve(meta, stride=_dense(meta, order)) for meta in call.outputs]
 
 
 def _few(meta: TensorMeta) -> torch.Tensor:
@@ -36,10 +36,5 @@ def _few(meta: TensorMeta) -> torch.Tensor:
     return numbers.as_strided((FEW,) * meta.ndim, [steps.get(step, 0) for step in meta.stride])
 
 
-def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    step = 1
-    for d in reversed(order):
-        strides[d] = step
-        step *= shape[d]
-    return tuple(strides)
+def _dense(meta: TensorMeta, order: list[int]) -> tuple[int, ...]:
+    return torch.empty_permuted(meta.shape, order, device="meta").stride()

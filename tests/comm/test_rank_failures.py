@@ -606,14 +606,14 @@ def test_an_error_is_told_by_a_program_that_destroys_its_groups_in_finally(faili
 
 
 def forks_and_sums() -> list[str]:
-    """What a child says of two collectives, one over a group of its parent, and one over a mesh that it meets first."""
+    """What a child says of collectives, two over a group of its parent, and two over a mesh that it meets first."""
     x = sharded(torch.ones(2))
     x.sum().full_tensor()
     other = init_device_mesh("cpu", (2,))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        for mesh in (x.device_mesh, x.device_mesh, other):
+        for mesh in (x.device_mesh, x.device_mesh, other, other):
             try:
                 y = sw.MeshTensor.from_local((x * 2).to_local(), mesh, [sw.Shard(0)])
                 y.sum().full_tensor()
@@ -629,4 +629,4 @@ def forks_and_sums() -> list[str]:
 
 
 def test_a_forked_process_that_issues_a_collective_is_refused(pair: WorkerPool) -> None:
-    assert pair.run(forks_and_sums, timeout=60) == [["ForkedProcessError"] * 3] * 2
+    assert pair.run(forks_and_sums, timeout=60) == [["ForkedProcessError"] * 4] * 2

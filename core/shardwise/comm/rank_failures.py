@@ -44,11 +44,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.call_posts import post_calls
 from shardwise.comm.call_sites import short_line, users_frame
 from shardwise.comm.failure_notes import ENDED, GONE, PROCESS, Note, Wait, World, current_world
+from shardwise.comm.forked_processes import refuse_collectives, refuse_group_of_parent
 from shardwise.comm.gone_processes import tell_process
 from shardwise.comm.native_end import end_with_reason
 from shardwise.comm.shared_store import SharedStore
 from shardwise.comm.waiting_ranks import explained_among, failure_behind, look_for_failures
-from shardwise.errors import ForkedProcessError, RankDisagreementError, RankFailedError, RankWaitError, ShardingError
+from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store
 from shardwise.private_torch.fake import is_rehearsing
@@ -94,8 +95,8 @@ def watch(process_group: Any, group: Any = None) -> None:
             world.groups.add(group)
             if world.own is not None:
                 group.hold(go_on)
-    elif group is not None and _is_of_parent():
-        group.hold(_refuse)
+    elif group is not None:
+        refuse_group_of_parent(group)
 
 
 def joined_world() -> World | None:
@@ -140,34 +141,9 @@ def _install() -> None:
 
     threading.excepthook = remember_and_report
     at_native_end(end_with_reason)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_refuse_collectives)
+    os.register_at_fork(after_in_child=refuse_collectives)
     atexit.register(_leave, watcher)
     Finalize(None, _leave, (watcher,), exitpriority=0)  # a process of multiprocessing ends without atexit
-
-
-# -- a process that a rank has forked --------------------------------------------------------------------------------
-
-
-def _is_of_parent() -> bool:
-    """Whether this process was forked from a rank and has the default process group of that one."""
-    world = PROCESS.world
-    return world is not None and PROCESS.watched != os.getpid() and world.default_group() is dist.group.WORLD
-
-
-def _refuse_collectives() -> None:
-    """Have all groups of the parent refuse: the process has no thread of the backend, so it would wait for ever."""
-    for group in list(PROCESS.world.groups) if PROCESS.world is not None else ():
-        group.hold(_refuse)
-
-
-def _refuse() -> None:
-    _refuse_collectives()  # the next one, too
-    raise ForkedProcessError(
-        asked="issue a collective",
-        found=f"this process, {os.getpid()}, was forked from a rank, {PROCESS.watched}, and is no rank itself",
-        do="Communicate in the process of the rank, as before the fork, or start the other process by spawn.",
-    )
 
 
 class _Here(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -107,8 +108,9 @@ def _run_locally(settings: RunSettings, checkpoints: Checkpoints | None) -> RunR
             result: RunResult | None = pool.run(run_rank, settings, checkpoints, timeout=None)[0]
             return result
     except WorkerError as error:
-        if isinstance(error.__cause__, OSError):  # a full disk: the command ends as it does where it prints itself
-            raise error.__cause__ from None
+        cause = error.__cause__
+        if checkpoints is None and isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            raise cause from None  # the command ends as it does where it prints itself
         click.echo(f"\nshardwise demo: {error}", err=True)
         if checkpoints is not None:
             click.echo(f"\n{after_a_failure(checkpoints.directory)}", err=True)

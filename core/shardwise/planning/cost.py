@@ -1,8 +1,9 @@
 """The cost of moving data: the alpha-beta model, in seconds, of every kind of step that changes a layout.
 
 A collective over ``n`` ranks costs a start, a latency per doubling of the group, and the bytes that a rank receives,
-divided by the bandwidth of the slowest mesh dim in the group. Each kind of collective has its own figures per mesh dim.
-Local work costs a start and its bytes, divided by the bandwidth of the memory. Every step costs more than nothing, so a
+divided by the bandwidth of the slowest mesh dim in the group, or that of the memory they are written to, if that is
+slower. Each kind of collective has its own figures per mesh dim. Local work costs a start and its bytes, divided by the
+bandwidth of the memory. Every step costs more than nothing, so a
 tensor stays where it is if it can.
 
 All ranks of a mesh compute with the same figures: the written defaults, those that
@@ -354,7 +355,7 @@ class StepCosts:
         used = [self.links.mesh_dims[m].of(kind) for m in dims]
         start = max(link.start for link in used)
         latency = max(link.latency for link in used)
-        bandwidth = min(link.bandwidth for link in used)
+        bandwidth = min(self.links.memory_bandwidth, *(link.bandwidth for link in used))
         if self.links.whole is not None and n == math.prod(self.sizes):
             # Never less than its mesh dims: see alone().
             whole = self.links.whole.of(kind)

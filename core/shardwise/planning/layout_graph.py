@@ -259,9 +259,6 @@ class LayoutGraph:
 
         To fill a whole tensor costs its copy. To fill a shard costs as much as to gather it first, because
         a partial shard still has to be gathered later. So no reduction becomes cheaper by taking in a shard.
-
-        By figures that have a link faster than memory, a fill and a reduce-scatter may cost less than a slice. They
-        write more than it does, so that way is not among the steps.
         """
         partials = [code for code in layout if code < 0]
         if len(partials) == len(set(partials)) and min(target, default=0) >= 0:
