@@ -95,3 +95,23 @@ def test_settings_hold_several(tmp_path):
 def test_lists_of_a_text_may_have_blanks_after_commas():
     (policy,) = parse_policies(["forbid over dp, tp kinds all_gather ,all_reduce"], "read a setting")
     assert (policy.over, policy.kinds) == (("dp", "tp"), ("all_gather", "all_reduce"))
+
+
+@given(policies)
+def test_a_context_takes_the_text_of_a_policy(policy):
+    assert sw.communication(str(policy)).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "found"),
+    [
+        ("forbid over tp", {"above": 5}, "has conditions of its own, and more are given beside it"),
+        ("forbid over tp", {"kinds": "all_gather"}, "has conditions of its own, and more are given beside it"),
+        ("warn; forbid over tp", {}, "has 2 policies, and a context is one"),
+        ("forbid  tp", {}, "is not a policy. Write it as"),
+        ("; ;", {}, "has 0 policies, and a context is one"),
+    ],
+)
+def test_a_text_that_is_no_context_is_refused(text, given, found):
+    with pytest.raises(SettingsError, match=f"set a policy on communication: .*{found}"):
+        sw.communication(text, **given)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
-from shardwise.errors import ShardingError
+from shardwise.errors import SettingsError, ShardingError
 
 T = torch.ones(8, 6)
 FROM = MeshTensor.from_local
@@ -104,6 +104,7 @@ SLIPS = {
     "empty text for placements": (lambda m: module(m, {"weight": ""}), "place a tensor by '': it is a str"),
     "a number for the policy": (lambda m: module(m, communication=3), "'communication' is an int"),
     "a list for the policy": (lambda m: module(m, communication=["forbid"]), "'communication' is a list"),
+    "text that is no policy": (lambda m: module(m, communication="forbid tp"), "'forbid tp' is not a policy. Write it"),
     "text for loose": (lambda m: module(m, loose="no"), "'loose' is a str"),
     "a partition of no arguments": (
         lambda m: module(m, lambda: None),
@@ -193,12 +194,20 @@ def test_a_slip_is_an_error_that_says_what_to_do(slip):
     assert raised.value.do
 
 
+def test_a_module_whose_policy_is_refused_stays_as_it_was():
+    plain = linear()
+    with fake_mesh(4) as m, pytest.raises(SettingsError, match="'never' is not what a policy does"):
+        sw.distribute_module(plain, m, communication="never")
+    assert not any(isinstance(parameter, MeshTensor) for parameter in plain.parameters())
+
+
 def test_what_is_right_still_is():
     with fake_mesh(4) as m:
         assert FROM(T, m, S0, shape=(32, 6), stride=(6, 1)).shape == (32, 6)
         assert FROM(T, m, S0, shape=[32, 6], run_check=False).shape == (32, 6)
         assert FROM(T, m, [Partial()]).shape == (8, 6)
         assert module(m, {"weight": {}}).weight.placements == (Replicate(),)
+        assert isinstance(module(m, communication="forbid over 0 phases backward").weight, MeshTensor)
         assert module(m, input_fn=lambda _, values, __: values, output_fn=lambda out, _: out) is not None
         assert sw.full((4,), True, device_mesh=m).dtype is torch.bool
         assert sw.zeros(4, requires_grad=True, device_mesh=m).requires_grad

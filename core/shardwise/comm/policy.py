@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import define, evolve, field
 
-from shardwise.comm.policy_text import ACTIONS, Policy, checked_policy, parse_policies
+from shardwise.comm.policy_text import ACTIONS, Policy, parse_policies, policy_of
 from shardwise.errors import SettingsError, TracingError
 from shardwise.kernel.dispatcher import drop_plans
 from shardwise.kernel.mesh import Mesh
@@ -366,6 +366,8 @@ def communication(
 ) -> PolicyScope:
     """A context that says what becomes of implicit communication: ``"allow"``, ``"warn"`` or ``"forbid"``.
 
+    ``policy`` may also be the whole policy as settings write it: ``"forbid over tp above 1MiB"``.
+
     Implicit is what an op needs and nobody wrote: a gathered operand, a reduced sum, what a rule's own lowering sends.
     Calls of ``redistribute``, ``full_tensor`` and the like, and what a plan file says, are explicit, and no policy is
     about them. The policy is about all implicit collectives, or about those that
@@ -389,4 +391,4 @@ def communication(
     """
     if torch.compiler.is_compiling():
         _refuse_in_a_graph(policy)
-    return PolicyScope(checked_policy(policy, over, kinds, above, phases, "set a policy on communication"))
+    return PolicyScope(policy_of(policy, over, kinds, above, phases, "set a policy on communication"))

@@ -9,8 +9,9 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.errors import SettingsError
+from shardwise.kernel.plurals import counted
 
-__all__ = ["ACTIONS", "KINDS", "PHASES", "Policy", "checked_policy", "parse_policies"]
+__all__ = ["ACTIONS", "KINDS", "PHASES", "Policy", "checked_policy", "parse_policies", "policy_of"]
 
 ACTIONS = ("allow", "warn", "forbid")
 KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "shift")
@@ -103,6 +104,30 @@ def parse_policies(texts: Sequence[str], where: str) -> tuple[Policy, ...]:
     """
     parts = (re.sub(r"\s*,\s*", ",", part) for text in texts for part in text.split(";"))
     return tuple(_parsed(part.split(), where) for part in parts if part.strip())
+
+
+def policy_of(
+    policy: Any,
+    over: Sequence[str | int] | str | int | None,
+    kinds: Sequence[str] | str | None,
+    above: Any,
+    phases: Sequence[str] | str | None,
+    where: str,
+) -> Policy:
+    """The policy of an action with conditions, or of a text that has both. Raises :class:`SettingsError`."""
+    if not isinstance(policy, str) or not re.search(r"\S\s+\S", policy):
+        return checked_policy(policy, over, kinds, above, phases, where)
+    if (over, kinds, above, phases) != (None, None, 0, None):
+        raise _refused(
+            where,
+            f"the text {policy!r} has conditions of its own, and more are given beside it",
+            "Give all of them in the text, or all as arguments.",
+        )
+    policies = parse_policies([policy], where)
+    if len(policies) != 1:
+        do = "Enter a context for each; the innermost that is about a collective holds."
+        raise _refused(where, f"the text {policy!r} has {counted(len(policies), 'policy')}, and a context is one", do)
+    return policies[0]
 
 
 def _parsed(words: Sequence[str], where: str) -> Policy:

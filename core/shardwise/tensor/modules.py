@@ -86,7 +86,7 @@ def distribute_module(
     new one; a gradient that it has already does not. What a program holds of the old parameters and buffers, in an
     optimizer, a list or a closure, stands for the new ones from here on. Tensors that the forward pass makes lie on the
     mesh (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their
-    backward passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
+    backward passes, send by themselves: ``"forbid over tp"``, for example, or what ``sw.communication`` returned.
 
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
     of other tensors (a quantised weight) or has no shape yet (that of a lazy module), :class:`ArgumentError` for a
@@ -99,7 +99,7 @@ def distribute_module(
     check_mesh(asked, mesh)
     _check_around_forward(asked, input_fn=input_fn, output_fn=output_fn)
     check_flag(asked, loose, "loose")
-    _check_policy(asked, communication)
+    scope = _scope_of(asked, communication)
     patterns = _patterns_of(partition, module, mesh, loose)
     _refuse_on_another_mesh(module, mesh)
     _replace_tensors(module, mesh, patterns, src_data_rank)
@@ -107,7 +107,7 @@ def distribute_module(
     replace_in_attributes(module)
     place_assigned(module)
     give_whole_to_files(module)
-    enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
+    enter_in_forward(module, mesh, scope)
     for tell in tuple(at_module):
         tell(mesh)
     _call_around_forward(module, mesh, input_fn, output_fn)
@@ -123,10 +123,12 @@ def _check_around_forward(asked: str, **functions: Callable[..., Any] | None) ->
             check_arity(asked, function, name, (("module", values, "mesh"), (values, "mesh")))
 
 
-def _check_policy(asked: str, given: object) -> None:
+def _scope_of(asked: str, given: object) -> PolicyScope | None:
+    """The policy that was given, before anything is placed: one that is refused leaves the module as it was."""
     if not isinstance(given, (str, PolicyScope, NoneType)):
         do = 'Give "allow", "warn" or "forbid", or what sw.communication(...) returned.'
         refuse_argument(asked, "communication", given, do)
+    return policy(given) if isinstance(given, str) else given
 
 
 def _refuse_on_another_mesh(module: nn.Module, mesh: DeviceMesh) -> None:
