@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import define, evolve, field
 
-from shardwise.comm.policy_text import ACTIONS, Policy, parse_policies, policy_of
+from shardwise.comm.policy_text import ACTIONS, Policy, checked_policy, parse_policies
 from shardwise.errors import SettingsError, TracingError
 from shardwise.kernel.dispatcher import drop_plans
 from shardwise.kernel.mesh import Mesh
@@ -391,4 +391,4 @@ def communication(
     """
     if torch.compiler.is_compiling():
         _refuse_in_a_graph(policy)
-    return PolicyScope(policy_of(policy, over, kinds, above, phases, "set a policy on communication"))
+    return PolicyScope(checked_policy(policy, over, kinds, above, phases, "set a policy on communication"))

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from shardwise.errors import SettingsError
 from shardwise.kernel.plurals import counted
 
-__all__ = ["ACTIONS", "KINDS", "PHASES", "Policy", "checked_policy", "parse_policies", "policy_of"]
+__all__ = ["ACTIONS", "KINDS", "PHASES", "Policy", "checked_policy", "parse_policies"]
 
 ACTIONS = ("allow", "warn", "forbid")
 KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "shift")
@@ -61,7 +61,15 @@ def checked_policy(
     phases: Sequence[str] | str | None,
     where: str,
 ) -> Policy:
-    """A policy of values that were given. Raises :class:`SettingsError` for one that it cannot have."""
+    """A policy of values that were given, or of a text that has all of them in the place of the action.
+
+    Raises :class:`SettingsError` for one that it cannot have.
+    """
+    if re.search(r"\S\s+\S", str(action)):
+        if (over, kinds, above, phases) != (None, None, 0, None):
+            found = f"the text {action!r} has conditions of its own, and more are given beside it"
+            raise _refused(where, found, "Give all of them in the text, or all as arguments.")
+        return _of_text(str(action), where)
 
     def words(name: str, value: Any, allowed: Sequence[str]) -> tuple[Any, ...]:
         listed = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else (value,)
@@ -106,27 +114,11 @@ def parse_policies(texts: Sequence[str], where: str) -> tuple[Policy, ...]:
     return tuple(_parsed(part.split(), where) for part in parts if part.strip())
 
 
-def policy_of(
-    policy: Any,
-    over: Sequence[str | int] | str | int | None,
-    kinds: Sequence[str] | str | None,
-    above: Any,
-    phases: Sequence[str] | str | None,
-    where: str,
-) -> Policy:
-    """The policy of an action with conditions, or of a text that has both. Raises :class:`SettingsError`."""
-    if not isinstance(policy, str) or not re.search(r"\S\s+\S", policy):
-        return checked_policy(policy, over, kinds, above, phases, where)
-    if (over, kinds, above, phases) != (None, None, 0, None):
-        raise _refused(
-            where,
-            f"the text {policy!r} has conditions of its own, and more are given beside it",
-            "Give all of them in the text, or all as arguments.",
-        )
-    policies = parse_policies([policy], where)
+def _of_text(text: str, where: str) -> Policy:
+    policies = parse_policies([text], where)
     if len(policies) != 1:
         do = "Enter a context for each; the innermost that is about a collective holds."
-        raise _refused(where, f"the text {policy!r} has {counted(len(policies), 'policy')}, and a context is one", do)
+        raise _refused(where, f"the text {text!r} has {counted(len(policies), 'policy')}, and a context is one", do)
     return policies[0]
 
 
