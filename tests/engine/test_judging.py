@@ -340,10 +340,11 @@ def modules():
     assert not kinds
     assert policy.in_force.stack == ()
     pending().relu()  # outside of the module all is allowed
-    model, inputs = mlp(on, communication=sw.communication("forbid", phases="backward"))
-    loss, _ = sent(lambda: model(*inputs))
-    assert isinstance(sent(loss.backward)[0], CommunicationError)
-    assert policy.in_force.stack == ()
+    for of_backward in (sw.communication("forbid", phases="backward"), "forbid over tp phases backward"):
+        model, inputs = mlp(on, communication=of_backward)
+        loss, _ = sent(lambda: model(*inputs))  # noqa: B023  # it is called here
+        assert isinstance(sent(loss.backward)[0], CommunicationError)
+        assert policy.in_force.stack == ()
 
 
 def test_a_module_has_a_policy(two_ranks):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
-from shardwise.errors import SettingsError, ShardingError
+from shardwise.errors import ShardingError
 
 T = torch.ones(8, 6)
 FROM = MeshTensor.from_local
@@ -194,11 +194,26 @@ def test_a_slip_is_an_error_that_says_what_to_do(slip):
     assert raised.value.do
 
 
-def test_a_module_whose_policy_is_refused_stays_as_it_was():
-    plain = linear()
-    with fake_mesh(4) as m, pytest.raises(SettingsError, match="'never' is not what a policy does"):
-        sw.distribute_module(plain, m, communication="never")
-    assert not any(isinstance(parameter, MeshTensor) for parameter in plain.parameters())
+REFUSED_FOR_A_MODULE = {
+    "a policy": ({"communication": "never"}, "'never' is not what a policy does"),
+    "placements of the last parameter": ({"partition": {"1.bias": [Shard(5)]}}, "place '1.bias' .* there is no dim 5"),
+    "their number": ({"partition": {"1.bias": [Shard(0), Shard(0)]}}, "2 placements for a mesh of 1 dim"),
+    "a mesh dim": ({"partition": {"1.bias": {"tp": Shard(0)}}}, "the dims of the mesh have no names"),
+    "a buffer that has no parts": ({"partition": {"1.sparse": [Shard(0)]}}, "its layout is torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED_FOR_A_MODULE)
+def test_a_module_that_is_refused_stays_as_it_was(refused):
+    options, words = REFUSED_FOR_A_MODULE[refused]
+    plain = nn.Sequential(linear(), nn.Linear(8, 6))
+    plain[1].register_buffer("sparse", torch.eye(3).to_sparse())
+    with fake_mesh(4) as m:
+        with pytest.raises(ShardingError, match=words):
+            sw.distribute_module(plain, m, **options)
+        assert not any(isinstance(parameter, MeshTensor) for parameter in plain.parameters())
+        placed = sw.distribute_module(plain, m, {"1.bias": [Shard(0)]})  # what is corrected is taken
+        assert placed[1].bias.placements == (Shard(0),)
 
 
 def test_what_is_right_still_is():

@@ -117,7 +117,7 @@ def parse_policies(texts: Sequence[str], where: str) -> tuple[Policy, ...]:
 def _of_text(text: str, where: str) -> Policy:
     policies = parse_policies([text], where)
     if len(policies) != 1:
-        do = "Enter a context for each; the innermost that is about a collective holds."
+        do = "Write one, and enter a context for each further one; the innermost that is about a collective holds."
         raise _refused(where, f"the text {text!r} has {counted(len(policies), 'policy')}, and a context is one", do)
     return policies[0]
 

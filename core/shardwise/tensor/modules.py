@@ -41,7 +41,7 @@ from shardwise.private_torch.distributed import current_mesh
 from shardwise.program.step_plan import StepPlan, read_plan
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.loaded_state import place_assigned
-from shardwise.tensor.local_parts import refuse_dtensor
+from shardwise.tensor.local_parts import check_dense, refuse_dtensor
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward
@@ -91,7 +91,7 @@ def distribute_module(
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
     of other tensors (a quantised weight) or has no shape yet (that of a lazy module), :class:`ArgumentError` for a
     module that ``torch.jit.script`` has compiled or a ``SyncBatchNorm`` with a process group, and a :class:`PlanError`
-    for a plan that cannot be read or is for another mesh or module.
+    for a plan that cannot be read or is for another mesh or module. All of these leave the module as it was.
     """
     check_module("distribute a module", module)
     mesh = current_mesh() if device_mesh is None else device_mesh
@@ -278,12 +278,11 @@ def _replace_tensors(
 ) -> None:
     _refuse_what_cannot_be_placed(module)
     names_of: dict[int, list[str]] = {}
-    for one, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for one, tensor in tensors:
         names_of.setdefault(id(tensor), []).append(one)
     check_tied(type(module).__name__, patterns, list(names_of.values()), mesh)
+    _check_all_places(tensors, names_of, mesh, patterns)
     by_id: dict[int, MeshTensor] = {}
     placed_here: set[int] = set()
     for prefix, submodule in module.named_modules(remove_duplicate=False):
@@ -303,7 +302,7 @@ def _replace_tensors(
                 by_id[id(tensor)] = earlier
             elif not is_known:
                 names = names_of.get(id(tensor), [name])
-                if not isinstance(tensor, nn.Parameter) and _has_no_parts(tensor) and patterns.keys().isdisjoint(names):
+                if _stays_whole(tensor, names, patterns):
                     setattr(submodule, key, tensor.to(mesh.device_type))
                     continue
                 places = placements_for(names, tensor, mesh, patterns)
@@ -316,6 +315,28 @@ def _replace_tensors(
                 if in_force.decisions is not None:
                     tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
             setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was
+
+
+def _check_all_places(
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    names_of: Mapping[int, Sequence[str]],
+    mesh: DeviceMesh,
+    patterns: Mapping[str, Places],
+) -> None:
+    """Raise for placements that a tensor cannot have before the first one is placed: the module stays as it was."""
+    for name, tensor in tensors:
+        names = names_of[id(tensor)]
+        placed = tensor if isinstance(tensor, MeshTensor) else new_of(tensor)
+        if placed is not None and not is_unplaced(placed, mesh):
+            check_placed(name, placed, mesh, patterns)
+        elif not _stays_whole(tensor, names, patterns):
+            check_dense(tensor)
+            placements_for(names, tensor, mesh, patterns)
+
+
+def _stays_whole(tensor: torch.Tensor, names: Sequence[str], patterns: Mapping[str, Places]) -> bool:
+    """Whether it is a buffer that has no parts and that nobody placed by its full name."""
+    return not isinstance(tensor, nn.Parameter) and _has_no_parts(tensor) and patterns.keys().isdisjoint(names)
 
 
 def _has_no_parts(tensor: torch.Tensor) -> bool:
