@@ -220,6 +220,10 @@ class CommunicationWarning(UserWarning):
     """A call sends what the policy in force warns of."""
 
 
+class GatheredWholeWarning(UserWarning):
+    """The program gathers plain tensors of which every rank has the whole value: a sum counts it once per rank."""
+
+
 class LearnedLayoutWarning(UserWarning):
     """The program reads a part of a tensor that lies elsewhere than in the step from which it was learned."""
 

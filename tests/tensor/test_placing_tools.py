@@ -19,7 +19,7 @@ from torch import nn
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import events
-from shardwise.errors import LayoutError, NoRuleError, TorchToolError
+from shardwise.errors import GatheredWholeWarning, LayoutError, NoRuleError, TorchToolError
 from shardwise.testing import mesh
 
 WHOLE = torch.arange(16.0).reshape(4, 4)
@@ -327,3 +327,36 @@ def test_collectives_of_torch_are_in_the_table():
     words = {word for name in TENSOR_TOOLS for word in name.split()}
     assert len(named) > 10
     assert named <= words
+
+
+def gathered(values):
+    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, values)
+    return sum(every)
+
+
+def counts_on_every_rank():
+    on_four = mesh((2, 2))
+    x = sw.distribute_tensor(torch.arange(8.0), on_four, [Shard(0), Replicate()])
+    count, own = torch.zeros(()), torch.ones(())
+    x + own  # compared, and not written
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gathered(own) == 4
+        own += 1
+        assert gathered(own) == 8
+    count += x.sum()
+    assert count == 28
+    with pytest.warns(GatheredWholeWarning, match="sync_on_compute"):
+        assert gathered(count) == 4 * 28
+    parts = [torch.empty(()) for _ in range(4)] if dist.get_rank() == 0 else None
+    with pytest.warns(GatheredWholeWarning, match="gather"):
+        dist.gather(count, parts)
+    count += 1  # the program's own write, which may differ
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gathered(count) == 4 * 29
+
+
+def test_what_was_counted_on_every_rank_is_gathered_with_a_warning(pool):
+    pool.run(counts_on_every_rank)

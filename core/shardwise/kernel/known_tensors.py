@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ __all__ = [
     "forget_failed_writes",
     "forget_known_tensors",
     "forget_tensor",
+    "is_written_by_ops",
     "key_of_plain",
     "known_tensor",
     "known_without_mesh",
@@ -23,15 +24,28 @@ __all__ = [
 ]
 
 
-class KnownTensor:
-    """One such tensor: what it was when the ranks compared it. ``key`` is its part of the key of a plan."""
+# By id. An entry whose tensor is gone does not hold for a new tensor with the same id.
+_known: dict[int, KnownTensor] = {}
 
-    __slots__ = ("address", "key", "mesh", "tensor", "version")
+known_without_mesh: dict[int, KnownTensor] = {}
+"""The same, for handlers: they do not compare the mesh. It stays empty if the program uses several meshes, or if every
+use of a plain tensor is to be looked at.
+"""
+
+
+class KnownTensor:
+    """One such tensor: what it was when the ranks compared it. ``key`` is its part of the key of a plan.
+
+    ``is_written`` if the last that is known of it is that an op on MeshTensors has written it.
+    """
+
+    __slots__ = ("address", "is_written", "key", "mesh", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, mesh: Mesh, writes: int) -> None:
         self.tensor = weakref.ref(tensor, _Forget(id(tensor)))
         self.mesh = mesh
         self.version = version_of(tensor) + writes
+        self.is_written = bool(writes)
         # `tensor.data = other` changes neither the object nor its version.
         self.address = tensor.data_ptr()
         self.key = key_of_plain(tensor)
@@ -42,27 +56,23 @@ class KnownTensor:
 
 
 class _Forget:
-    """Drops the entry of a tensor that is gone."""
+    """Drops the entry of a tensor that is gone.
+
+    A tensor may go after the globals of this module, when the interpreter ends: so the tables are attributes.
+    """
 
     __slots__ = ("place",)
+    tables: ClassVar = (_known, known_without_mesh)
 
     def __init__(self, place: int) -> None:
         self.place = place
 
     def __call__(self, gone: Any) -> None:
-        entry = _known.get(self.place)
+        known, without_mesh = self.tables
+        entry = known.get(self.place)
         if entry is not None and entry.tensor is gone:
-            del _known[self.place]
-            known_without_mesh.pop(self.place, None)
-
-
-# By id. An entry whose tensor is gone does not hold for a new tensor with the same id.
-_known: dict[int, KnownTensor] = {}
-
-known_without_mesh: dict[int, KnownTensor] = {}
-"""The same, for handlers: they do not compare the mesh. It stays empty if the program uses several meshes, or if every
-use of a plain tensor is to be looked at.
-"""
+            del known[self.place]
+            without_mesh.pop(self.place, None)
 
 
 class _Key:
@@ -102,6 +112,12 @@ def known_tensor(tensor: torch.Tensor, mesh: Mesh) -> KnownTensor | None:
     if entry is None or not (entry.mesh is mesh or entry.mesh == mesh) or not entry.holds(tensor):
         return None
     return entry
+
+
+def is_written_by_ops(tensor: torch.Tensor) -> bool:
+    """Whether the last write to a plain tensor was that of an op on MeshTensors, the same on every rank of a mesh."""
+    entry = _known.get(id(tensor))
+    return entry is not None and entry.is_written and entry.holds(tensor)
 
 
 def remember(tensor: torch.Tensor, mesh: Mesh, writes: int, *, for_handlers: bool) -> None:

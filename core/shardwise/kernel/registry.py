@@ -350,7 +350,7 @@ def refused_collective(name: str) -> NoRuleError:
         asked=f"run {name} on a MeshTensor",
         found="collectives of torch.distributed work on tensors of one rank, and this one lies on all",
         do="Leave it out where it gathers or adds up what ranks have, for x is the whole already (a layer may have an "
-        "option for that, as sync_codebook=False). Else say where x shall lie, with x.redistribute(placements=...) or "
-        "x.full_tensor(), or call the collective on x.to_local().",
+        "option for that, as sync_codebook=False, and a metric sync_on_compute=False). Else say where x shall lie, "
+        "with x.redistribute(placements=...) or x.full_tensor(), or call the collective on x.to_local().",
         op=name,
     )

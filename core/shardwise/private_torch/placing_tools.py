@@ -35,6 +35,7 @@ _METHODS = {
 # What sends lists of lists of tensors. The dispatcher does not look into these, so a MeshTensor in one would come to
 # the backend, which reads memory that it does not have.
 _OF_LISTS = ("allgather", "allgather_coalesced", "gather", "scatter", "reduce_scatter")
+_GATHER = ("allgather", "gather")  # the second argument is what this rank gives
 
 Check = Callable[[str, Any, dict[str, Any]], Any]
 
@@ -82,20 +83,26 @@ def _checked(function: Callable[..., Any], tool: str, argument: str, check: Chec
     return checked
 
 
-def check_collectives(cls: type, refuse: Callable[[str], Any]) -> None:
-    """Call ``refuse(name)`` before a process group sends, or writes, a ``cls`` in a list of lists."""
+def check_collectives(cls: type, refuse: Callable[[str], Any], gathers: Callable[[str, Any], Any]) -> None:
+    """Call ``refuse(name)`` before a process group sends, or writes, a ``cls`` in a list of lists, and else
+    ``gathers(name, tensors)`` before it gathers those.
+    """
     for name in _OF_LISTS:
         method = getattr(ProcessGroup, name, None)
         if method is not None:
-            setattr(ProcessGroup, name, _group_method(method, name, cls, refuse))
+            setattr(ProcessGroup, name, _group_method(method, name, cls, refuse, gathers if name in _GATHER else None))
 
 
-def _group_method(method: Any, name: str, cls: type, refuse: Callable[[str], Any]) -> Any:
+def _group_method(
+    method: Any, name: str, cls: type, refuse: Callable[[str], Any], gathers: Callable[[str, Any], Any] | None
+) -> Any:
     @wraps(method)
     def send(self: Any, *args: Any, **kwargs: Any) -> Any:
         for arg in args:
             if isinstance(arg, cls) or (type(arg) in _LISTS and _holds(arg, cls)):
                 refuse(name)
+        if gathers is not None and len(args) > 1:
+            gathers(name, args[1])
         return method(self, *args, **kwargs)
 
     leave_out_of_graphs(send)

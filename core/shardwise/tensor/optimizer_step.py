@@ -27,10 +27,10 @@ from shardwise.kernel.recording import recording
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import note_write, watched
 from shardwise.private_torch.dispatch import leave_out_of_graphs
-from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.late_grads import late, place_late
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.open_sizes import on_its_own
+from shardwise.tensor.optimizer_state import attend, placed_state
 from shardwise.tensor.replaced import take_new_parameters
 from shardwise.tensor.replica_check import check_after_step, replica_steps
 
@@ -54,7 +54,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """A torch hook: the arguments of the step, with the twin in place of the optimizer if the step may be local."""
     for tell in first_told:
         tell(optimizer)
-    take_new_parameters(optimizer, _placed_state)
+    take_new_parameters(optimizer, placed_state)
     if late:
         place_late(_parameters(optimizer))
     if not isinstance(next(_parameters(optimizer), None), MeshTensor):
@@ -64,6 +64,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
         return before_step(_before, optimizer, args, kwargs)
     at_step()
+    attend(optimizer)
     # The step is over: what is kept would make each write of the optimizer slower.
     kept_moves.clear()
     if not (
@@ -90,13 +91,6 @@ def _by_ops(optimizer: Optimizer) -> None:
     if recording.has_compiled:
         for parameter in _parameters(optimizer):
             _local(parameter.grad)
-
-
-def _placed_state(value: Any, parameter: MeshTensor) -> Any:
-    """A state of a parameter that was replaced, as a state of the new one."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, MeshTensor) or value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import TorchToolError
+from shardwise.errors import GatheredWholeWarning, TorchToolError, warn_user
+from shardwise.kernel.known_tensors import is_written_by_ops
 from shardwise.kernel.registry import refused_collective
 from shardwise.private_torch.placing_tools import check_collectives, check_placing_tools
 
@@ -31,7 +32,9 @@ _DO = {
     "fully_shard": _SHARDING,
     "FullyShardedDataParallel": _SHARDING,
     "DistributedDataParallel": "Leave {tool} out: with the batch placed, sw.distribute_tensor(batch, mesh, "
-    "[Shard(0)]), gradients are summed over the mesh by themselves; see docs/cookbook/data-parallel.md.",
+    "[Shard(0)]), gradients are summed over the mesh by themselves; see docs/cookbook/data-parallel.md. A training "
+    "loop of another package that does it by itself finds WORLD_SIZE in the environment: see "
+    "docs/cookbook/training-loops.md.",
     "ZeroRedundancyOptimizer": "Use the optimizer itself: its states lie as the parameters do. Where these are "
     "sharded, sw.distribute_module(model, mesh, {{'*': {{'dp': Shard(0)}}}}), each rank has a share of the states.",
     "PipelineStage": "Place each stage on a mesh of its own ranks, such as a mesh without the dim of the stages "
@@ -54,7 +57,22 @@ def refuse_placing_tools(cls: type) -> None:
         raise refused_collective(f"torch.distributed.{name}")
 
     check_placing_tools(check)
-    check_collectives(cls, refuse)
+    check_collectives(cls, refuse, _warn_of_copies)
+
+
+def _warn_of_copies(name: str, given: Any) -> None:
+    """Warn where what this rank gives to others was made from MeshTensors: each of them has the same.
+
+    Metrics do this that count on every rank and add up over the ranks.
+    """
+    for tensor in _tensors(given):
+        if is_written_by_ops(tensor[1]):
+            warn_user(
+                f"torch.distributed.{name} of a plain tensor {tuple(tensor[1].shape)} to which MeshTensors were added: "
+                "each rank has the whole value, so a sum over the ranks counts it once per rank. Leave the collective "
+                "out, as sync_on_compute=False does in torchmetrics; see docs/cookbook/training-loops.md.",
+                GatheredWholeWarning,
+            )
 
 
 def _refuse(tool: str, name: str, tensor: Any) -> NoReturn:
