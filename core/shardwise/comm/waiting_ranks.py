@@ -88,9 +88,7 @@ def _note_behind(world: World, ranks: Sequence[int], error: str) -> Note | None:
         notes = world.read(list(ranks))
         gone = gone_rank(world, [rank for rank in ranks if rank not in notes])
         if gone is not None:  # what others say is about its connections
-            notes = world.read(list(ranks))  # it may have written one meanwhile, before it was gone
-            if gone.rank not in notes:
-                return gone
+            return gone
         is_over = time.monotonic() >= end
         # A program that fails may destroy its process groups first, and say a moment later why it ends.
         if notes and (is_over or not all(note.is_end for note in notes.values())):
