@@ -28,7 +28,7 @@ from shardwise import Replicate, Shard
 from shardwise.comm import rank_failures, standstill
 from shardwise.comm.call_posts import first_difference
 from shardwise.comm.collective_log import KEPT, CollectiveLog, call_code, subject_code
-from shardwise.comm.failure_notes import Note, Wait
+from shardwise.comm.failure_notes import Note, Wait, World
 from shardwise.comm.groups import group_of
 from shardwise.comm.standstill import Waiting, circle
 from shardwise.comm.waiting_ranks import _awaited
@@ -615,6 +615,36 @@ def test_a_collective_on_a_device_is_a_wait_while_it_is_not_complete() -> None:
     log.work.is_over = True
     _awaited(world, 6.0)
     assert log.name not in world.waits
+
+
+def test_a_thread_that_asks_the_store_again_and_again_waits_meanwhile() -> None:
+    """On a busy machine a look at it finds it in the middle of a question more often than between two."""
+    is_asked, may_answer, asks_below = threading.Event(), threading.Event(), [3]
+
+    def check(_: object) -> bool:
+        if asks_below[0]:
+            asks_below[0] -= 1
+            return check(_)
+        is_asked.set()
+        return may_answer.wait(20)
+
+    store: Any = SimpleNamespace(check=check, set=lambda *_: None)
+    world = World(store, 0, 2, "", lambda: None)
+    thread = threading.Thread(target=partial(world.wait_for, "verdict", (0, 1)))
+    thread.start()
+    assert thread.ident is not None
+    world.compares[thread.ident] = Wait("comparison", "group", 1, (0, 1), "all_reduce")
+    try:
+        assert is_asked.wait(20)
+        looks = [_awaited(world, now) for now in (0.0, 5.0)]
+    finally:
+        may_answer.set()
+        thread.join()
+    assert looks[1] == {0, 1}
+    _, since, wait = world.waits[thread.ident]
+    assert (since, wait) == (0.0, world.compares[thread.ident])
+    _awaited(world, 6.0)
+    assert thread.ident not in world.waits
 
 
 def test_an_error_that_travels_through_the_store_is_the_same() -> None:

@@ -41,6 +41,7 @@ PATIENCE = 2.0
 _HERE = os.path.dirname(__file__)  # noqa: PTH120  # code objects name their files by strings
 _TORCHS = str(sys.modules["torch.distributed.distributed_c10d"].__file__)
 _APART = 4  # looks for each one of a rank that waits for nobody
+_FRAMES_OF_STORE = 16  # that a question to the store may have, with what is read of its process before
 _FRAMES_OF_OP = 8  # that torch may have between the call of an op and its kernel
 # Where a thread waits for other ranks: the files of the functions that call the backend.
 _WAITING = frozenset(
@@ -179,12 +180,24 @@ def _waiting_frame(frame: FrameType) -> FrameType | None:
     """The frame in which a thread waits for other ranks, by its innermost one; None if it does not wait."""
     if frame.f_code.co_filename in _WAITING:
         return frame
-    at: FrameType | None = frame if frame.f_code.co_filename.startswith((TORCH, _OF_GRAPHS)) else None
-    for _ in range(_FRAMES_OF_OP):
-        if at is not None and at.f_code.co_filename == _OF_GRAPHS:
-            return at if at.f_code.co_name == "wait" else None
-        at = None if at is None else caller_of(at)
+    for at in _outwards(frame, _FRAMES_OF_STORE):
+        if at.f_code is World.wait_for.__code__:  # it asks the store for a key again and again, and is below then
+            return at
+    if frame.f_code.co_filename.startswith((TORCH, _OF_GRAPHS)):
+        for at in _outwards(frame, _FRAMES_OF_OP):
+            if at.f_code.co_filename == _OF_GRAPHS:
+                return at if at.f_code.co_name == "wait" else None
     return None
+
+
+def _outwards(frame: FrameType, number: int) -> Iterator[FrameType]:
+    """A frame of another thread and its callers, so many."""
+    at: FrameType | None = frame
+    for _ in range(number):
+        if at is None:
+            return
+        yield at
+        at = caller_of(at)
 
 
 def _have_come(world: World, rank: int) -> bool:
