@@ -64,7 +64,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         from shardwise.tensor.allow_in_graph import before_step  # imports dynamo
 
         return before_step(_before, optimizer, args, kwargs)
-    at_step(first._spec.mesh)
+    mesh: Any = first._spec.mesh
+    at_step(mesh)
     # The step is over: what is kept would make each write of the optimizer slower.
     kept_moves.clear()
     if not (
