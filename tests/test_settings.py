@@ -193,6 +193,9 @@ def test_the_closest_preference_holds():
 @pytest.mark.parametrize(
     ("variable", "nearest"),
     [
+        ("SHARDWISE_CHEK", "SHARDWISE_CHECK_RANKS"),
+        ("SHARDWISE_COMMUNICATON", "SHARDWISE_COMMUNICATION"),
+        ("SHARDWISE_WAIT", "SHARDWISE_WAIT_LIMIT"),
         ("SHARDWISE_PLUGIN", "SHARDWISE_PLUGINS"),
         ("SHARDWISE_KEEP_MOVE", "SHARDWISE_KEEP_MOVED"),
         ("SHARDWISE_CHECK_RANK", "SHARDWISE_CHECK_RANKS"),

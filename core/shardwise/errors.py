@@ -351,11 +351,11 @@ class LockFileError(ShardingError):
 
 
 class LockVersionError(LockFileError):
-    """A lockfile was written by another version."""
+    """A lockfile was written by another version, an earlier one where ``is_earlier`` says so."""
 
 
 class LockFitError(LockFileError):
-    """A lockfile is for another mesh or another program."""
+    """A lockfile is for another mesh, another type of devices or another program."""
 
 
 class TimelineFileError(ShardingError):

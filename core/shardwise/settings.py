@@ -366,8 +366,12 @@ def _file(where: str, value: Any) -> str:
 def _nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     from difflib import get_close_matches  # only here: what is well needs none
 
-    near = get_close_matches(name, known, n=1)
-    return f"The nearest is {near[0]}. {otherwise}" if near else otherwise
+    # Without what all begin with, which makes any two alike; and by first words too, as a name that is half written.
+    whole = {one.removeprefix(PREFIX): one for one in known}
+    starts = {rest[: at.start()]: one for rest, one in reversed(whole.items()) for at in re.finditer("[-_]", rest)}
+    by_text = {**starts, **whole}
+    near = get_close_matches(name.removeprefix(PREFIX), by_text, n=1)
+    return f"The nearest is {by_text[near[0]]}. {otherwise}" if near else otherwise
 
 
 def _refusal(where: str, found: str, do: str) -> SettingsError:

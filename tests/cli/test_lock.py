@@ -170,7 +170,7 @@ def test_a_file_of_nonsense_is_not_compared_with(run, tmp_path):
 def test_a_learned_step_has_a_lockfile_of_its_own(run, tmp_path):
     result = run("step", "--learned")
     assert result.exit_code == 0, result.output
-    assert "mesh     dp 2, tp 4\nplan     learned\n" in (tmp_path / "communication.lock").read_text()
+    assert "mesh     dp 2, tp 4\ndevice   cpu\nplan     learned\n" in (tmp_path / "communication.lock").read_text()
     assert "A step after the first: " in result.stderr
     assert run("step", "--learned", "--check").exit_code == 0
     assert "does not hold" in run("step", "--check").output
@@ -222,10 +222,29 @@ def test_no_other_file_is_overwritten(run, tmp_path):
     assert path.read_text() == written
 
 
+def test_the_lockfile_of_an_earlier_release_is_replaced(run, tmp_path):
+    assert run("step").exit_code == 0
+    path = tmp_path / "communication.lock"
+    written = path.read_text()
+    path.write_text(written.replace("version  2", "version  1").replace("device   cpu\n", ""))
+    assert "is of version 1, and this release reads version 2" in run("step", "--check").output
+    assert run("step").exit_code == 0
+    assert path.read_text() == written
+
+
+def test_a_lockfile_says_whose_kernels_it_is_of(run, tmp_path):
+    assert run("step", "--device", "cuda").exit_code == 0
+    assert "\ndevice   cuda\n" in (tmp_path / "communication.lock").read_text()
+    assert run("step", "--device", "cuda", "--check").exit_code == 0
+    result = run("step", "--check")
+    assert result.exit_code == 1
+    assert "it is of the device cuda, and this is cpu" in " ".join(result.output.split())
+
+
 def test_the_lockfile_of_a_later_release_is_not_replaced(run, tmp_path):
     assert run("step").exit_code == 0
     path = tmp_path / "communication.lock"
-    path.write_text(path.read_text().replace("version  1", "version  2"))
+    path.write_text(path.read_text().replace("version  2", "version  3"))
     before = path.read_text()
     result = run("step")
     assert result.exit_code == 1

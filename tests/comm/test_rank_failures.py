@@ -605,6 +605,40 @@ def test_an_error_is_told_by_a_program_that_destroys_its_groups_in_finally(faili
     assert f"rank {failing} has failed: ValueError: no more batches" in error.rstrip().splitlines()[-1]
 
 
+DESTROYS_TOO_SOON = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import shardwise as sw
+
+rank, port, early, then = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+x.sum().full_tensor()
+if rank == early:
+    dist.destroy_process_group()
+    if then == "works on":
+        time.sleep(6.0)
+    print("came through")
+    sys.stdout.flush()
+    sys.exit(1)
+x.sum().full_tensor()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("then", ["ends", "works on"])
+def test_a_rank_that_destroys_its_groups_before_others_is_said_to_have_done_so(then: str) -> None:
+    """It raises nothing, so nothing else says why the other one waits in vain."""
+    (_, error), (output, own_error) = run_pair(DESTROYS_TOO_SOON, 1, then)
+    said = "rank 1 has failed: it has destroyed its process groups. Correct which calls rank 1 makes before that."
+    assert said in error.rstrip().splitlines()[-1], error
+    assert output == "came through\n"
+    assert not own_error, own_error
+
+
 def forks_and_sums() -> list[str]:
     """What a child says of collectives, two over a group of its parent, and two over a mesh that it meets first."""
     x = sharded(torch.ones(2))

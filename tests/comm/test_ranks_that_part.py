@@ -28,7 +28,7 @@ from shardwise import Replicate, Shard
 from shardwise.comm import rank_failures, standstill
 from shardwise.comm.call_posts import first_difference
 from shardwise.comm.collective_log import KEPT, CollectiveLog, call_code, subject_code
-from shardwise.comm.failure_notes import Note, Wait
+from shardwise.comm.failure_notes import Note, Wait, World
 from shardwise.comm.groups import group_of
 from shardwise.comm.standstill import Waiting, circle
 from shardwise.comm.waiting_ranks import _awaited
@@ -256,6 +256,36 @@ def test_gradients_of_one_shape_in_another_order_end_all_ranks(four: WorkerPool,
         assert "PYTHONHASHSEED" in text
 
 
+def step_on_one_rank() -> None:
+    """It sends nothing, and its part of the parameter is another one from then on."""
+    weight = nn.Parameter(sharded())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.sum().backward()
+    for i in range(60):
+        (weight * 2).sum().item()
+        if i == 1 or (i == 2 and is_alone()):
+            optimizer.step()
+        time.sleep(0.1 if i > 2 else 0.0)
+
+
+@pytest.mark.parametrize("compares", [False, pytest.param(True, marks=SAMPLE)])
+def test_an_optimizer_step_of_one_rank_ends_all_ranks(four: WorkerPool, compares: bool) -> None:
+    errors, seconds = failures(four, partial(checked, step_on_one_rank) if compares else step_on_one_rank)
+    assert seconds < 20
+    for failure in errors:
+        assert failure.kind == "RankDisagreementError", failure
+        text = str(failure.error)
+        if compares:
+            assert f"rank {ALONE}: all_reduce" in text
+            assert ", after 2 optimizer steps" in text
+            assert ", after 1 optimizer step" in text.replace("2 optimizer steps", "")
+        else:
+            alone, rest = sorted(failure.error.differences, key=lambda line: "optimizer" not in line)
+            assert alone.startswith(f"rank {ALONE}: ")
+            assert alone.endswith(", after an optimizer step")
+            assert "optimizer" not in rest
+
+
 def gathered(names: Sequence[str]) -> None:
     mesh = init_device_mesh("cpu", (4,))
     tensors = {name: sw.distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]) for name in sorted(names)}
@@ -432,6 +462,29 @@ def test_subjects_of_one_call_add_up_in_their_order() -> None:
     assert log_for("a", "b").calls()[0].text.endswith(", for several tensors")
 
 
+def test_a_digest_is_of_the_optimizer_steps_between_calls() -> None:
+    def log_with(*between: str) -> CollectiveLog:
+        log = log_of()
+        log.tell_step()  # ranks may have this log since another moment, so it does not count
+        for word in ("", *between):
+            if word == "step":
+                log.tell_step()
+            elif word:
+                log.tell_subject(subject_code(word, word))
+            else:
+                log.record(SUM, 4)
+        return log
+
+    ways = [("step", ""), ("step", "step", ""), ("", "step"), ("step", "a", ""), ("a", "")]
+    logs = [log_with(*between, "") for between in ways]
+    assert len({log.digest for log in logs}) == len(ways)
+    assert [log.digest for log in logs] == [log_with(*between, "").digest for between in ways]
+    assert logs[0].digest_after(1) == log_of((SUM, 4)).digest
+    said = [log.calls()[1].text.partition(".py:")[2].partition(", ")[2] for log in logs]
+    assert said == ["after an optimizer step", "after optimizer steps", "", "after an optimizer step, for a", "for a"]
+    assert [log.steps for log in logs] == [1, 2, 1, 1, 0]
+
+
 def test_bytes_that_depend_on_the_rank_do_not_count() -> None:
     one, other = log_of(), log_of()
     one.record_uneven(SUM, 4)
@@ -564,6 +617,36 @@ def test_a_collective_on_a_device_is_a_wait_while_it_is_not_complete() -> None:
     assert log.name not in world.waits
 
 
+def test_a_thread_that_asks_the_store_again_and_again_waits_meanwhile() -> None:
+    """On a busy machine a look at it finds it in the middle of a question more often than between two."""
+    is_asked, may_answer, asks_below = threading.Event(), threading.Event(), [3]
+
+    def check(_: object) -> bool:
+        if asks_below[0]:
+            asks_below[0] -= 1
+            return check(_)
+        is_asked.set()
+        return may_answer.wait(20)
+
+    store: Any = SimpleNamespace(check=check, set=lambda *_: None)
+    world = World(store, 0, 2, "", lambda: None)
+    thread = threading.Thread(target=partial(world.wait_for, "verdict", (0, 1)))
+    thread.start()
+    assert thread.ident is not None
+    world.compares[thread.ident] = Wait("comparison", "group", 1, (0, 1), "all_reduce")
+    try:
+        assert is_asked.wait(20)
+        looks = [_awaited(world, now) for now in (0.0, 5.0)]
+    finally:
+        may_answer.set()
+        thread.join()
+    assert looks[1] == {0, 1}
+    _, since, wait = world.waits[thread.ident]
+    assert (since, wait) == (0.0, world.compares[thread.ident])
+    _awaited(world, 6.0)
+    assert thread.ident not in world.waits
+
+
 def test_an_error_that_travels_through_the_store_is_the_same() -> None:
     note = Note(1, "run", "RankDisagreementError", "they differ", "k", 1, is_final=True, ranks_say=("rank 0: a",))
     again = Note(**json.loads(json.dumps(asdict(note))))
@@ -574,13 +657,13 @@ def test_an_error_that_travels_through_the_store_is_the_same() -> None:
 
 
 def test_an_optimizer_step_raises_what_the_thread_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = SimpleNamespace(failure=None, steps=0)
+    world = SimpleNamespace(failure=None, steps=0, logs={}, ranks_on=lambda _: frozenset())
     monkeypatch.setattr(rank_failures.PROCESS, "world", world)
     monkeypatch.setattr(rank_failures, "current_world", lambda: world)
     woken = []
     for _ in range(9):
         rank_failures.PROCESS.wakes.clear()
-        rank_failures.at_step()
+        rank_failures.at_step(None)
         woken.append(rank_failures.PROCESS.wakes.is_set())
     rank_failures.PROCESS.wakes.clear()
     assert [step for step, is_woken in enumerate(woken, 1) if is_woken] == [1, 2, 4, 8]
@@ -588,7 +671,7 @@ def test_an_optimizer_step_raises_what_the_thread_has_found(monkeypatch: pytest.
         1, "run", "RankDisagreementError", "they differ", "k", 1, is_final=True, ranks_say=("rank 0: a",)
     )
     with pytest.raises(RankDisagreementError, match="they differ: rank 0: a"):
-        rank_failures.at_step()
+        rank_failures.at_step(None)
 
 
 def compiled() -> float:

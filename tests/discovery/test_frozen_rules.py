@@ -12,7 +12,7 @@ from mutations import drawing, mutated, watched
 
 from shardwise import checkpoint
 from shardwise.cli import main
-from shardwise.discovery import frozen_rules, process
+from shardwise.discovery import frozen_rules, loading, process
 from shardwise.discovery.entry_points import discover
 from shardwise.discovery.frozen_rules import digest_of_code, freeze, read_lock
 from shardwise.errors import LockError, RulesWarning
@@ -105,6 +105,19 @@ def test_other_rules_of_the_same_code_are_refused(lock):
     error = refusal()
     assert (error.plugin, error.differs.partition(" ")[0]) == ("acme-frozen", "rules")
     assert process._process.registry is None
+
+
+def test_a_lock_that_changes_while_plugins_are_imported_is_the_one_that_was_read_before(lock, monkeypatch):
+    """What a plugin is judged by after its import is not for its import to write."""
+
+    def load_and_remove(*args, **kwargs):
+        lock.unlink()
+        return load(*args, **kwargs)
+
+    load = loading.load
+    monkeypatch.setattr(loading, "load", load_and_remove)
+    process.default_registry()
+    assert not lock.exists()
 
 
 def test_a_plugin_that_is_not_there_and_one_too_many(lock, monkeypatch, fresh):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attrs import evolve
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise as sw
@@ -349,6 +350,42 @@ def modules():
 
 def test_a_module_has_a_policy(two_ranks):
     two_ranks.run(modules)
+
+
+def modules_refuse_names():
+    on = mesh((2,), ("tp",))
+    model = MLP()
+    before = list(model.parameters())
+    for name, there in (("tq", ".*tp"), (7, "0")):
+        scope = sw.communication("forbid", over=("tp", name))
+        with pytest.raises(
+            SettingsError, match=rf"distribute a MLP under .*: no mesh has a dim {name!r}; there are {there}"
+        ):
+            sw.distribute_module(model, on, {"up.*": [Shard(0)]}, communication=scope)
+    assert all(one is same for one, same in zip(model.parameters(), before, strict=True))
+
+
+def test_a_name_that_no_mesh_has_is_refused_before_a_module_is_placed(two_ranks):
+    two_ranks.run(modules_refuse_names)
+
+
+def on_a_submesh():
+    inner = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
+    later = init_device_mesh("cpu", (4,), mesh_dim_names=("later",))
+    tall = sw.distribute_tensor(values(4, 6), inner, [Shard(1)])
+    wide = sw.distribute_tensor(values(6, 4, seed=1), inner, [Shard(0)])
+    for name in ("outer", *later.mesh_dim_names):
+        with sw.communication("forbid", over=name):
+            assert sent(partial(torch.relu, tall @ wide))[1] == ["reduce_scatter"], name
+    model = sw.distribute_module(MLP(), inner, communication="forbid over outer")
+    assert model.up.weight.placements == (R,)
+    with pytest.raises(SettingsError, match="no mesh has a dim 'outr'"), sw.communication("forbid", over="outr"):
+        (tall @ wide).relu()
+
+
+def test_a_policy_may_name_a_dim_of_a_mesh_that_is_not_used_yet(pool):
+    """That of the whole mesh where only a submesh is used, and that of another mesh which has yet to come."""
+    pool.run(on_a_submesh)
 
 
 def step_by(path):

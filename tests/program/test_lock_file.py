@@ -18,7 +18,8 @@ def row(module, why="operand `mat2` is moved tp S(0) -> R", times=1, nbytes=1024
 
 
 def lock_of(*rows, **others):
-    values = {"program": "train.py:step", "mesh_names": ("dp", "tp"), "mesh_shape": (2, 4), "plan": "", "memory": {}}
+    values = {"program": "train.py:step", "mesh_names": ("dp", "tp"), "mesh_shape": (2, 4), "memory": {}}
+    values |= {"device": "cpu", "plan": ""}
     return Lock(**{**values, **others}, rows=tuple(sorted(rows, key=lambda row: row.place)))
 
 
@@ -52,7 +53,7 @@ def locks(draw):
         rows[one.key] = one
     memory = draw(st.dictionaries(st.sampled_from(MEMORY), st.integers(1, 10**15)))
     shape = tuple(draw(st.integers(1, 512)) for _ in names)
-    texts = {"program": draw(WORDS), "plan": draw(WORDS)}
+    texts = {"program": draw(WORDS), "device": draw(WORDS), "plan": draw(WORDS)}
     return lock_of(*rows.values(), mesh_names=tuple(names), mesh_shape=shape, memory=memory, **texts)
 
 
@@ -98,7 +99,7 @@ def test_what_is_written_is_read_in_whatever_order_rows_come_and_does_not_differ
     read = parse(lock.text(), "here")
     assert read == lock
     assert read.text() == lock.text()
-    names = ("program", "mesh_names", "mesh_shape", "plan", "memory")
+    names = ("program", "mesh_names", "mesh_shape", "device", "plan", "memory")
     again = lock_of(*reversed(lock.rows), **{name: getattr(lock, name) for name in names})
     assert again == lock
     assert again.text() == lock.text()
@@ -155,23 +156,23 @@ def edited(old, new):
         ("{}\n", 1, "not a lockfile"),
         (edited("program  ", "programm "), 3, "has no 'program'"),
         (edited("dp 2, tp 4", "dp 2, tp x"), 4, "is not a mesh"),
-        (edited("[backward]", "[sideways]"), 15, "'[sideways]' has no place"),
-        (edited("[backward]", "[forward]"), 15, "'[forward]' has no place"),
-        (edited("kept", "held"), 8, "not a figure of the memory"),
-        (edited("blocks.{0-11}.wq", "blocks.{11-0}.wq"), 12, "not ascending"),
-        (edited("blocks.{0-11}.wq", "blocks.{0-10}.wq"), 12, "not those of 11 modules"),
-        (edited("blocks.{0-11}.wq", "blocks.{0-999999999}.wq"), 12, "more than 100,000 modules"),
-        (edited("blocks.{0-11}.wq", "b.{0-9999}.{0-9999}"), 12, "stands for 100,000,000 modules"),
-        (edited("operand `mat2`", "operand \\ud800"), 12, "does not stand for a character"),
-        (edited("operand `mat2`", "operand \\Uffffffff"), 12, "does not stand for a character"),
-        (edited("implicit", "innocent"), 12, "not a cause"),
-        (edited("24,576", "24576"), 12, "not a number"),
-        (edited("24,576", "24,588"), 21, "the end says"),
-        (edited("  all_gather", "  all_gather  again"), 12, "9 columns"),
-        (edited("[backward]", "<<<<<<< HEAD\n[backward]"), 15, "what a merge leaves where two versions differ"),
-        (edited("[backward]", "[backward]\0"), 15, "has no place here"),
-        (TEXT + "more\n", 22, "nothing follows the end"),
-        (edited("operand `mat2`", "operand \\q"), 12, "does not stand for a character"),
+        (edited("[backward]", "[sideways]"), 16, "'[sideways]' has no place"),
+        (edited("[backward]", "[forward]"), 16, "'[forward]' has no place"),
+        (edited("kept", "held"), 9, "not a figure of the memory"),
+        (edited("blocks.{0-11}.wq", "blocks.{11-0}.wq"), 13, "not ascending"),
+        (edited("blocks.{0-11}.wq", "blocks.{0-10}.wq"), 13, "not those of 11 modules"),
+        (edited("blocks.{0-11}.wq", "blocks.{0-999999999}.wq"), 13, "more than 100,000 modules"),
+        (edited("blocks.{0-11}.wq", "b.{0-9999}.{0-9999}"), 13, "stands for 100,000,000 modules"),
+        (edited("operand `mat2`", "operand \\ud800"), 13, "does not stand for a character"),
+        (edited("operand `mat2`", "operand \\Uffffffff"), 13, "does not stand for a character"),
+        (edited("implicit", "innocent"), 13, "not a cause"),
+        (edited("24,576", "24576"), 13, "not a number"),
+        (edited("24,576", "24,588"), 22, "the end says"),
+        (edited("  all_gather", "  all_gather  again"), 13, "9 columns"),
+        (edited("[backward]", "<<<<<<< HEAD\n[backward]"), 16, "what a merge leaves where two versions differ"),
+        (edited("[backward]", "[backward]\0"), 16, "has no place here"),
+        (TEXT + "more\n", 23, "nothing follows the end"),
+        (edited("operand `mat2`", "operand \\q"), 13, "does not stand for a character"),
     ],
 )
 def test_what_is_no_lockfile_is_refused_with_its_line(text, line, found):
@@ -181,9 +182,11 @@ def test_what_is_no_lockfile_is_refused_with_its_line(text, line, found):
     assert (raised.value.path, raised.value.line) == ("a.lock", line)
 
 
-def test_a_later_version_is_its_own_error():
-    with pytest.raises(LockVersionError, match="version 2, and this release reads version 1"):
-        parse(edited("version  1", "version  2"), "a.lock")
+@pytest.mark.parametrize(("version", "is_earlier"), [("3", False), ("1", True), ("0", False), ("x", False)])
+def test_another_version_is_its_own_error(version, is_earlier):
+    with pytest.raises(LockVersionError, match=f"version {version}, and this release reads version 2") as raised:
+        parse(edited("version  2", f"version  {version}"), "a.lock")
+    assert raised.value.is_earlier == is_earlier
 
 
 def test_a_file_that_is_cut_short_anywhere_is_refused():
@@ -227,13 +230,15 @@ def test_a_mark_of_the_order_of_bytes_is_no_part_of_a_file(tmp_path):
     assert read_lock(path) == LOCK
 
 
-def test_another_mesh_or_program_is_refused():
+def test_another_mesh_device_or_program_is_refused():
     read = parse(TEXT, "a.lock")
-    read.check_fits("compare", "train.py:step", ("dp", "tp"), (2, 4))
+    read.check_fits("compare", "train.py:step", ("dp", "tp"), (2, 4), "cpu")
     with pytest.raises(LockFitError, match=r"a.lock, line 4: it is of the mesh dp 2, tp 4, and this is dp 4, tp 2"):
-        read.check_fits("compare", "train.py:step", ("dp", "tp"), (4, 2))
+        read.check_fits("compare", "train.py:step", ("dp", "tp"), (4, 2), "cpu")
     with pytest.raises(LockFitError, match=r"line 3: it is of the program train.py:step"):
-        read.check_fits("compare", "other.py:step", ("dp", "tp"), (2, 4))
+        read.check_fits("compare", "other.py:step", ("dp", "tp"), (2, 4), "cpu")
+    with pytest.raises(LockFitError, match=r"line 5: it is of the device cpu, and this is cuda"):
+        read.check_fits("compare", "train.py:step", ("dp", "tp"), (2, 4), "cuda")
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------

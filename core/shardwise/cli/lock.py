@@ -77,7 +77,7 @@ def lock(
     limits = [read_budget(text, names) for text in budgets]
     before = _before(out, must_exist=check or in_ci)
     if before is not None and (check or in_ci):
-        before.check_fits(asked, name, names, step.mesh_shape)
+        before.check_fits(asked, name, names, step.mesh_shape, step.device)
     with program_errors(step.text), op_progress(shown=not as_json) as tell:
         decisions, of_learning = step.decisions(tell)
         now = lock_step(
@@ -117,10 +117,9 @@ def _before(path: Path, *, must_exist: bool) -> Lock | None:
     """The lockfile as it is; None where one is to be written and there is not one that can be read."""
     try:
         return read_lock(path)
-    except LockVersionError:
-        raise  # not one of a later release in exchange for this one's
-    except LockFileError:
-        if must_exist:
+    except LockFileError as error:
+        # Not one of a later release in exchange for this one's.
+        if must_exist or (isinstance(error, LockVersionError) and not error.is_earlier):
             raise
         return None
 
@@ -209,6 +208,7 @@ class Outcome:
             "program": lock.program,
             "mesh": list(lock.mesh_shape),
             "names": list(lock.mesh_names),
+            "device": lock.device,
             "collectives": lock.times,
             "bytes": lock.nbytes,
             "memory": dict(lock.memory),

@@ -16,11 +16,12 @@ from types import FrameType
 from shardwise.comm.call_posts import lines_by_rank
 from shardwise.comm.call_sites import operation, short_line, users_frame, users_frames
 from shardwise.comm.collective_log import CollectiveLog, compare_with, comparing, in_words
-from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world, same_calls
+from shardwise.comm.failure_notes import LEFT, Note, Wait, World, current_world, same_calls
 from shardwise.comm.origins import origins_of, track_origins
 from shardwise.comm.rank_failures import go_on
 from shardwise.comm.waiting_ranks import explained_among
 from shardwise.errors import RankDisagreementError
+from shardwise.kernel.plurals import counted
 from shardwise.settings import read_settings
 
 __all__ = ["check_ranks", "compare_if_asked"]
@@ -59,6 +60,8 @@ def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
     go_on()
     frame = sys._getframe(2)  # noqa: SLF001  # documented
     text = f"{in_words(code, nbytes)}, {_asked(frame)}"
+    if log.steps:
+        text += f", after {counted(log.steps, 'optimizer step')}"
     origins = origins_of(frame, users_frame(frame))
     # Not the lines of the origins: two lines may make the same tensor.
     digest = hashlib.sha256(f"{text} {[origin.digest for origin in origins]}".encode()).hexdigest()[:16]
@@ -86,11 +89,12 @@ def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
 
 def _ended(failure: Note, log: CollectiveLog, text: str) -> RankDisagreementError | None:
     """The error where the rank that this one waited for has come to the end of its program."""
-    if failure.kind != ENDED:
+    if not failure.is_end:
         return None
+    did = "destroyed its process groups" if failure.kind == LEFT else "ended its program"
     return RankDisagreementError(
         asked=f"issue collective {log.count + 1} of ranks {', '.join(map(str, log.ranks))}",
-        found=f"rank {failure.rank} has ended its program, and this rank is at {text}",
+        found=f"rank {failure.rank} has {did}, and this rank is at {text}",
         do=same_calls(),
         differences=(),
     )

@@ -14,7 +14,7 @@ from typing import Any
 from attrs import asdict, define, field
 
 from shardwise.comm.collective_log import KEPT, Call, CollectiveLog
-from shardwise.comm.failure_notes import ENDED, Note, Wait, World
+from shardwise.comm.failure_notes import Note, Wait, World
 from shardwise.errors import RankDisagreementError
 
 __all__ = ["compare_calls", "first_difference", "has_issued", "latest_post", "lines_by_rank", "post_calls"]
@@ -116,7 +116,7 @@ def _tell_apart(world: World, posts: _Posts, log: CollectiveLog, now: float) -> 
     if number is None:
         return
     notes = world.read(list(log.ranks)).values()
-    if world.own is not None or any(note.message and note.kind != ENDED for note in notes):
+    if world.own is not None or any(note.message and not note.is_end for note in notes):
         return  # an error of one rank is why they differ, and it says more
     lines = lines_by_rank({rank: f"{call}" for rank, call in calls.items()})
     if number == 0:

@@ -36,7 +36,9 @@ _INNER = (
     "comm",
     "engine",
     "tensor",
+    "steps",
     "tools",
+    "checkpoint",
     "private_torch",
     "random.py",
 )

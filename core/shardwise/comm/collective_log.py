@@ -39,6 +39,10 @@ _AGAIN = _TOGETHER - 1  # and one of so many calls looks for its line again
 _MOST = 4096  # calls that are told apart by the one before them
 _MOST_SUBJECTS = 1 << 16  # texts of tensors that are kept
 
+_STEP = crc32(b"an optimizer step")
+_AFTER = "after"  # with which what a call says of optimizer steps begins
+_SEVERAL = "for several tensors"
+
 _kinds: dict[int, tuple[str, tuple[int, ...]]] = {}
 _subjects: dict[int, str] = {}
 
@@ -53,11 +57,14 @@ def call_code(kind: str, mesh_dims: Sequence[int]) -> int:
 
 def subject_code(key: str, text: str) -> int:
     """A number that stands for what a collective is issued for, the same on every rank that has the same ``key``."""
-    code = crc32(key.encode()) or 1
+    return _named(crc32(key.encode()) or 1, f"for {text}")
+
+
+def _named(subject: int, text: str) -> int:
     if len(_subjects) >= _MOST_SUBJECTS:
         _subjects.clear()
-    _subjects[code] = text
-    return code
+    _subjects[subject] = text
+    return subject
 
 
 def kind_of(code: int) -> tuple[str, tuple[int, ...]]:
@@ -134,6 +141,7 @@ class CollectiveLog:
         "holds_work",
         "name",
         "ranks",
+        "steps",
         "work",
     )
 
@@ -151,6 +159,7 @@ class CollectiveLog:
         self.name = f"{self._group}-{epoch}"
         self.work: Any = None
         self.count = 0
+        self.steps = 0  # of optimizers, since the first call
         self._at = _Entry(0, 0, None)
         self._calls = [self._at] * _ROOM
         self._rolled = [0] * (_ROOM // _TOGETHER)  # digests after every 64th call
@@ -166,15 +175,25 @@ class CollectiveLog:
 
     def tell_subject(self, subject: int) -> None:
         """The next call is for the tensor that a number stands for, of :func:`subject_code`. Several add up."""
-        at = self._at
+        at, added = self._at, subject
         if at.code == 0 and at.subject:
             subject = hash((at.subject, subject))
         known = self._subjects.get(subject)
         if known is None:
+            before = _subjects.get(at.subject, "") if subject != added else ""
+            if before.startswith(_AFTER):
+                also = _subjects.get(added, _SEVERAL)
+                _named(subject, "after optimizer steps" if also.startswith(_AFTER) else f"{before}, {also}")
             if len(self._subjects) >= _MOST:
                 self._subjects.clear()
             known = self._subjects[subject] = _Entry(0, 0, None, subject)
         self._at = known
+
+    def tell_step(self) -> None:
+        """An optimizer step begins that all ranks make: the next call comes after it."""
+        if self.count:  # as on the other ranks, which may have this log since another moment
+            self.steps += 1
+            self.tell_subject(_named(_STEP, f"{_AFTER} an optimizer step"))
 
     def record_uneven(self, code: int, nbytes: int) -> None:
         """A call is issued now whose bytes depend on the rank."""
@@ -248,7 +267,7 @@ class CollectiveLog:
             return None
         entry = self._calls[(number - 1) & _MASK]
         code = ~entry.code if entry.code < 0 else entry.code
-        subject = f", for {_subjects.get(entry.subject, 'several tensors')}" if entry.subject else ""
+        subject = f", {_subjects.get(entry.subject, _SEVERAL)}" if entry.subject else ""
         return Call(number, f"{in_words(code, entry.nbytes)}, {in_line(entry.site)}{subject}", digest)
 
     def calls(self) -> list[Call]:

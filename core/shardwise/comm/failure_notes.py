@@ -19,15 +19,33 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.collective_log import CollectiveLog
 from shardwise.comm.shared_store import SharedStore
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
+from shardwise.private_torch.modes import outside_modes
 
-__all__ = ["ENDED", "GONE", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of", "same_calls"]
+__all__ = [
+    "ENDED",
+    "GONE",
+    "LEFT",
+    "PROCESS",
+    "TICK",
+    "Note",
+    "Wait",
+    "World",
+    "current_world",
+    "ranks_of",
+    "ranks_on",
+    "same_calls",
+]
 
 ENDED = "its program has ended"
 """The kind of the note of a rank that has come to the end of its program."""
+
+LEFT = "it has destroyed its process groups"
+"""The kind of the note of a rank whose program has done so, and goes on or ends without them."""
 
 GONE = "ended without a word"
 """The kind of a note about a rank whose process is no more and has left no note itself."""
@@ -61,6 +79,11 @@ class Note:
     is_final: bool
     ranks_say: tuple[str, ...] = field(default=(), converter=_texts)
 
+    @property
+    def is_end(self) -> bool:
+        """Whether the rank has not failed, but issues nothing more: its program has ended, or left its groups."""
+        return self.kind in (ENDED, LEFT)
+
     def error(self, cause: str) -> ShardingError:
         if self.ranks_say:
             return (RankWaitError if self.kind == RankWaitError.__name__ else RankDisagreementError)(
@@ -73,6 +96,8 @@ class Note:
         where = f" in {self.op}" if self.op else ""
         message = f"{self.kind}: {self.message}" if self.message else self.kind
         correct = f"Correct what rank {self.rank} says."
+        if self.is_end and not self.message:
+            correct = f"Correct which calls rank {self.rank} makes before that. {same_calls()}"
         if self.kind == GONE:
             message = self.message
             correct = (
@@ -146,6 +171,7 @@ class World:
     logs: dict[str, CollectiveLog] = field(factory=dict)
     epoch: int = 0
     steps: int = 0  # of optimizers
+    meshes: dict[DeviceMesh, frozenset[int]] = field(factory=dict)  # of parameters that optimizers step: their ranks
     compared_steps: int = 0  # of these, how many there were at the last comparison
     # By thread, what it compares before a collective is issued.
     compares: dict[int, Wait] = field(factory=dict)
@@ -248,6 +274,13 @@ class World:
         for log in self.logs.values():
             log.start_anew(self.epoch)
 
+    def ranks_on(self, mesh: DeviceMesh) -> frozenset[int]:
+        """The ranks of a mesh."""
+        ranks = self.meshes.get(mesh)
+        if ranks is None:
+            ranks = self.meshes[mesh] = frozenset(ranks_on(mesh))
+        return ranks
+
     def count_key(self, rank: int) -> str:
         """The key under which a rank counts its errors inside the lowerings of one mesh."""
         return f"{self.prefix}/{rank}/{'-'.join(map(str, self.lowering_of))}"
@@ -292,6 +325,12 @@ def current_world() -> World | None:
     if world is None or world.default_group() is not dist.group.WORLD or os.getpid() != PROCESS.watched:
         return None
     return world
+
+
+def ranks_on(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a mesh, as numbers in the default process group."""
+    with outside_modes():  # the mesh makes its tensor of ranks anew, also while a graph is traced
+        return tuple(mesh.mesh.flatten().tolist())
 
 
 def ranks_of(process_group: Any) -> list[int]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from shardwise.comm.failure_notes import ENDED, TICK, World
+from shardwise.comm.failure_notes import TICK, World
 from shardwise.comm.gone_processes import gone_rank
 from shardwise.comm.rank_failures import joined_world
 from shardwise.comm.standstill import waits_for_this_rank
@@ -77,7 +77,7 @@ def _is_elsewhere(world: World, missing: Collection[int], waited: float, seen: d
     ``seen`` has what they say of themselves, and how long this rank had waited when it first saw that.
     """
     notes = world.read(list(missing))
-    if any(note.is_final or note.kind == ENDED for note in notes.values()) or gone_rank(world, missing) is not None:
+    if any(note.is_final or note.is_end for note in notes.values()) or gone_rank(world, missing) is not None:
         return True
     # One that waits for a late rank, and not for this one, comes when that has come.
     awaits = ((rank, waits_for_this_rank(world, rank)) for rank in missing)

@@ -65,10 +65,15 @@ def learn_processes(world: World) -> bool:
 
 
 def gone_rank(world: World, ranks: Collection[int]) -> Note | None:
-    """A final note about the first of some ranks whose process is known to have ended; None where no rank's is."""
+    """A note about the first of some ranks whose process is known to have ended; None where no rank's is.
+
+    It is the rank's own if it has written one, as it may have done since others last read.
+    """
     learn_processes(world)
     for rank, process in sorted(world.processes.items()):
         if rank in ranks and process.is_gone():
+            if rank in (said := world.read([rank])):
+                return said[rank]
             text = f"its process, {process.number}, has ended without a word"
             return Note(rank, "", GONE, text, GONE, 1, is_final=True)
     return None

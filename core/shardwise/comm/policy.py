@@ -8,6 +8,7 @@ other call: see :mod:`shardwise.engine.judging`.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import threading
 import types
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define, evolve, field
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.policy_text import ACTIONS, Policy, checked_policy, parse_policies
 from shardwise.errors import SettingsError, TracingError
@@ -33,6 +35,7 @@ from shardwise.settings import read_settings
 __all__ = [
     "InForceThen",
     "PolicyScope",
+    "check_mesh_dims",
     "communication",
     "hold_for_graph",
     "in_force",
@@ -213,6 +216,27 @@ def start_by_settings() -> None:
 def know_mesh(mesh: Mesh) -> None:
     """Note the names and numbers of a mesh's dims, so that a policy over one that no mesh has is an error."""
     in_force.mesh_dims.update(getattr(mesh, "mesh_dim_names", None) or (), range(mesh.ndim))
+
+
+def check_mesh_dims(policy: Policy, asked: str) -> None:
+    """Raise :class:`SettingsError` for a mesh dim that no mesh of this process has: the policy would hold for nothing,
+    and nobody would know. ``asked`` is what is done under the policy.
+    """
+    over = policy.over or ()
+    if all(dim in in_force.mesh_dims for dim in over):
+        return
+    # A submesh is met, and the mesh that it was cut from is not, nor is one that the program uses later.
+    for mesh in [one for one in gc.get_objects() if issubclass(type(one), DeviceMesh)]:
+        know_mesh(mesh)
+    unknown = [dim for dim in over if dim not in in_force.mesh_dims]
+    if unknown:
+        there = [dim for dim in in_force.mesh_dims if type(dim) is type(unknown[0])]
+        raise SettingsError(
+            asked=f"{asked} the policy {str(policy)!r}",
+            found=f"no mesh has a dim {unknown[0]!r}; there are {', '.join(map(str, sorted(there))) or 'no names'}",
+            do="Correct it: give the name or the number of a mesh dim.",
+            setting="communication",
+        )
 
 
 def policies_now() -> tuple[Stack, bool]:

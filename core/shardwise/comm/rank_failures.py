@@ -41,9 +41,9 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.call_posts import post_calls
 from shardwise.comm.call_sites import short_line, users_frame
-from shardwise.comm.failure_notes import ENDED, GONE, PROCESS, Note, Wait, World, current_world
+from shardwise.comm.ended_programs import end_program, left_world, tell_left_groups
+from shardwise.comm.failure_notes import GONE, PROCESS, Note, Wait, World, current_world, ranks_on
 from shardwise.comm.forked_processes import refuse_collectives, refuse_group_of_parent
 from shardwise.comm.gone_processes import tell_process
 from shardwise.comm.native_end import end_with_reason
@@ -54,14 +54,12 @@ from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.gloo_threads import await_rest
-from shardwise.private_torch.modes import outside_modes
 from shardwise.private_torch.native_ends import at_native_end, leave_native_ends
 from shardwise.rule.lowering import LocalCall
 
 __all__ = [
     "all_say",
     "at_step",
-    "end_program",
     "explain",
     "go_on",
     "groups_are_closed",
@@ -186,7 +184,7 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     """Leave a note about an error of this rank. ``is_final`` says that the rank will not go on."""
     if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)):
         return
-    world = joined_world() or (_left_world() if is_final else None)
+    world = joined_world() or (left_world() if is_final else None)
     if world is None or world.failure is not None:
         return
     if world.own is not None and _TOLD in vars(error):
@@ -210,12 +208,6 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     world.write(Note(world.rank, op, kind, message, key, world.raised[key], is_final, ranks_say))
     for group in list(world.groups):
         group.hold(go_on)
-
-
-def _left_world() -> World | None:
-    """The world whose process groups this program has destroyed, as in ``finally``: other ranks may wait in it."""
-    is_left = PROCESS.watched == os.getpid() and not dist.is_initialized()
-    return PROCESS.world if is_left else None
 
 
 def telling(function: Callable[P, R]) -> Callable[P, R]:
@@ -242,8 +234,7 @@ def _ranks_of_lowering(trace: TracebackType | None) -> tuple[int, ...]:
         for value in trace.tb_frame.f_locals.values():
             mesh = getattr(value.comm, "mesh", None) if type(value) is LocalCall else None
             if isinstance(mesh, DeviceMesh):
-                with outside_modes():  # the mesh makes its tensor of ranks anew, also while a graph is traced
-                    return tuple(mesh.mesh.flatten().tolist())
+                return ranks_on(mesh)
         trace = trace.tb_next
     return ()
 
@@ -290,35 +281,16 @@ def start_anew() -> None:
     _withdraw(world)
 
 
-def end_program() -> None:
-    """Tell the others that this rank has come to the end of its program, and issues nothing more until it starts anew.
-
-    Not final: what this rank has sent may still be on its way. An error that it has caught, or that has ended one of
-    its threads, may be why it ended before others, so the note has it.
-    """
-    world = current_world()
-    if world is not None and (world.own is None or not world.own.is_final):
-        with suppress(RuntimeError):
-            post_calls(world)
-        world.write(Note(world.rank, "", ENDED, _last_error(world), "", 1, is_final=False))
-
-
-def _last_error(world: World) -> str:
-    """What a rank says of the last error that has not ended its program."""
-    if world.own is not None and world.own.kind != ENDED:
-        where = f" in {world.own.op}" if world.own.op else ""
-        return f"it had caught {world.own.kind}{where}, {world.own.message}"
-    return PROCESS.ended_thread
-
-
 def groups_are_closed() -> bool:
     """Whether this rank has closed its process groups, because ranks have parted or one of them failed."""
     world = current_world()
     return world is not None and world.failure is not None
 
 
-def at_step() -> None:
+def at_step(mesh: DeviceMesh) -> None:
     """An optimizer step begins: raise where this rank's thread has found that ranks have parted, or that one failed.
+
+    All ranks of the parameters' mesh make it, so it counts in what they compare of their next collective.
 
     The first steps, and then fewer and fewer, have the thread compare at once what the ranks have issued.
     """
@@ -328,6 +300,10 @@ def at_step() -> None:
     if world.failure is not None:
         raise world.failure.error("")
     world.steps += 1
+    ranks = world.ranks_on(mesh)
+    for log in tuple(world.logs.values()):
+        if ranks.issuperset(log.ranks):
+            log.tell_step()
     if world.steps & (world.steps - 1) == 0:
         PROCESS.wakes.set()
 
@@ -423,13 +399,14 @@ def _leave_world() -> None:
     PROCESS.wakes.set()
     leave_native_ends()
     if world is None:
-        world = _left_world()
-        if world is None or world.own is None:
+        world = tell_left_groups(is_end=True)
+        if world is None:
             return
     if world.own is None or not world.own.is_final:
         end_program()
         return
-    world.let_others_read(world.size - (world.own.kind in (GONE, ENDED)))  # that rank has left, or does not say so
+    has_left = world.own.kind == GONE or world.own.is_end  # or does not say so
+    world.let_others_read(world.size - has_left)
     # Python would look at all objects several times before it ends: for seconds, where other ranks compile meanwhile.
     # Garbage is still collected once, since it may be a file to which something is left to write.
     gc.collect()

@@ -20,7 +20,8 @@ from attrs import evolve
 
 from shardwise.comm.call_posts import compare_calls, has_issued
 from shardwise.comm.call_sites import TORCH, short_line, users_frame
-from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, Wait, World, current_world, ranks_of
+from shardwise.comm.ended_programs import tell_left_groups
+from shardwise.comm.failure_notes import PROCESS, TICK, Note, Wait, World, current_world, ranks_of
 from shardwise.comm.gone_processes import absent_rank, gone_rank, learn_processes
 from shardwise.comm.standstill import look_at_waits
 from shardwise.comm.stopped_compiles import stop_compiling
@@ -30,7 +31,7 @@ from shardwise.private_torch.distributed import calls_of
 
 __all__ = ["PATIENCE", "explained", "explained_among", "failure_behind", "look_for_failures"]
 
-_MOMENT = 0.5  # seconds between the end of a process's connections and its own
+_MOMENT = 2.0  # seconds from the end of a process's connections to its own, or to what it says of it, on a busy machine
 _LOST = "onnection", "peer", "remote"  # words by which backends say that a connection has ended
 _NEAR = 3  # frames in which a call of torch.distributed has its process group
 
@@ -40,6 +41,7 @@ PATIENCE = 2.0
 _HERE = os.path.dirname(__file__)  # noqa: PTH120  # code objects name their files by strings
 _TORCHS = str(sys.modules["torch.distributed.distributed_c10d"].__file__)
 _APART = 4  # looks for each one of a rank that waits for nobody
+_FRAMES_OF_STORE = 16  # that a question to the store may have, with what is read of its process before
 _FRAMES_OF_OP = 8  # that torch may have between the call of an op and its kernel
 # Where a thread waits for other ranks: the files of the functions that call the backend.
 _WAITING = frozenset(
@@ -88,12 +90,14 @@ def _note_behind(world: World, ranks: Sequence[int], error: str) -> Note | None:
         gone = gone_rank(world, [rank for rank in ranks if rank not in notes])
         if gone is not None:  # what others say is about its connections
             return gone
-        if notes:
+        is_over = time.monotonic() >= end
+        # A program that fails may destroy its process groups first, and say a moment later why it ends.
+        if notes and (is_over or not all(note.is_end for note in notes.values())):
             # The first to have failed, if several say so; a program that has only ended explains least.
-            return min(notes.values(), key=lambda note: (not note.is_final, not note.message))
-        if time.monotonic() >= end:
+            return min(notes.values(), key=lambda note: (not note.is_final, note.is_end, not note.message))
+        if is_over:
             return absent_rank(world, ranks) if is_lost else None
-        time.sleep(_MOMENT / 10)
+        time.sleep(_MOMENT / 40)
 
 
 @contextmanager
@@ -130,6 +134,9 @@ def look_for_failures() -> None:
         if PROCESS.is_ending.is_set():
             return
         world = current_world()
+        if world is None:
+            with suppress(Exception):
+                tell_left_groups()
         for look in (_look, look_at_waits, compare_calls):
             # Nothing is compared after the first rank has failed: the store may end with its process at any time.
             if world is not None and world.failure is None and (look is _look or 0 not in world.final):
@@ -173,12 +180,24 @@ def _waiting_frame(frame: FrameType) -> FrameType | None:
     """The frame in which a thread waits for other ranks, by its innermost one; None if it does not wait."""
     if frame.f_code.co_filename in _WAITING:
         return frame
-    at: FrameType | None = frame if frame.f_code.co_filename.startswith((TORCH, _OF_GRAPHS)) else None
-    for _ in range(_FRAMES_OF_OP):
-        if at is not None and at.f_code.co_filename == _OF_GRAPHS:
-            return at if at.f_code.co_name == "wait" else None
-        at = None if at is None else caller_of(at)
+    for at in _outwards(frame, _FRAMES_OF_STORE):
+        if at.f_code is World.wait_for.__code__:  # it asks the store for a key again and again, and is below then
+            return at
+    if frame.f_code.co_filename.startswith((TORCH, _OF_GRAPHS)):
+        for at in _outwards(frame, _FRAMES_OF_OP):
+            if at.f_code.co_filename == _OF_GRAPHS:
+                return at if at.f_code.co_name == "wait" else None
     return None
+
+
+def _outwards(frame: FrameType, number: int) -> Iterator[FrameType]:
+    """A frame of another thread and its callers, so many."""
+    at: FrameType | None = frame
+    for _ in range(number):
+        if at is None:
+            return
+        yield at
+        at = caller_of(at)
 
 
 def _have_come(world: World, rank: int) -> bool:
@@ -257,7 +276,7 @@ def _look(world: World, now: float) -> None:
     world.notes = standing
     for note, since in standing.values():
         is_shared = world.raised[note.key] >= note.times
-        if note.kind == ENDED and _have_come(world, note.rank):
+        if note.is_end and _have_come(world, note.rank):
             continue
         if note.is_final or (not is_shared and now - since >= PATIENCE):
             world.give_up(note)

@@ -274,8 +274,8 @@ def _refused(lock: RuleLock, plugins: Iterable[InstalledPlugin]) -> dict[tuple[s
     return wrong
 
 
-def check_installed(path: str, plugins: Iterable[InstalledPlugin]) -> None:
-    """Raise :class:`LockError` unless these are the plugins of the lock at ``path``. Nothing is imported."""
+def check_installed(path: str, plugins: Iterable[InstalledPlugin]) -> RuleLock:
+    """Raise :class:`LockError` unless these are the plugins of the lock at ``path``; the lock. Nothing is imported."""
     lock = read_lock(path)
     have = core_version()
     wrong = _refused(lock, plugins)
@@ -283,11 +283,14 @@ def check_installed(path: str, plugins: Iterable[InstalledPlugin]) -> None:
         wrong = {("shardwise", "shardwise"): (f"version {lock.shardwise}", f"version {have}"), **wrong}
     if wrong:
         raise _differs(path, wrong)
+    return lock
 
 
-def check_loaded(path: str, statuses: Iterable[Status]) -> None:
-    """Raise :class:`LockError` unless the rules that plugins registered are those of the lock at ``path``."""
-    locked = {plugin.origin: plugin for plugin in read_lock(path).plugins}
+def check_loaded(path: str, lock: RuleLock, statuses: Iterable[Status]) -> None:
+    """Raise :class:`LockError` unless the rules that plugins registered are those of the lock that ``path`` had before
+    they were loaded: what they have written to it since does not count.
+    """
+    locked = {plugin.origin: plugin for plugin in lock.plugins}
     wrong = {}
     for status in statuses:
         key = (status.plugin.origin.plugin, status.plugin.origin.distribution)

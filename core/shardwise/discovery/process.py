@@ -82,13 +82,14 @@ def _load_plugins(settings: Settings) -> None:
     try:
         registry = Registry(settings.prefer, settings.unknown_ops)
         plugins = discover(settings)
-        if settings.lock is not None:
+        if settings.lock is None:
+            outcomes = load(plugins, registry, strict=settings.strict)
+        else:
             from shardwise.discovery.frozen_rules import check_installed, check_loaded
 
-            check_installed(settings.lock, plugins)
-        outcomes = load(plugins, registry, strict=settings.strict, whole=settings.lock is not None)
-        if settings.lock is not None:
-            check_loaded(settings.lock, outcomes)
+            lock = check_installed(settings.lock, plugins)
+            outcomes = load(plugins, registry, strict=settings.strict, whole=True)
+            check_loaded(settings.lock, lock, outcomes)
         if settings.strict:
             for resolution in registry.conflicts():
                 registry.lookup(resolution.op)

@@ -9,14 +9,14 @@ from typing import Any
 
 from attrs import frozen
 
-from shardwise.comm.policy import Stack, in_force, policies_now
+from shardwise.comm.policy import Stack, check_mesh_dims, in_force, policies_now
 from shardwise.comm.policy_text import Policy
 from shardwise.engine.call_site import is_in_optimizer_step, users_line
 from shardwise.engine.remedies import to_move, to_send_nothing_in_lowering
 from shardwise.engine.sends import Moved, Sends, move_of
 from shardwise.engine.shared_moves import held_moves
 from shardwise.engine.traffic import Collective
-from shardwise.errors import CommunicationError, CommunicationWarning, SettingsError
+from shardwise.errors import CommunicationError, CommunicationWarning
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.placements import Placement, show_all
 from shardwise.kernel.plan import Plan
@@ -125,7 +125,7 @@ class _Judged:
         dims: set[str | int] = set(mesh_dims)
         dims |= {_name(mesh, m) for m in mesh_dims}
         for policy in reversed(self.stack):
-            _check_names(policy)
+            check_mesh_dims(policy, "follow")
             if policy.covers(self.phase, kind, dims, nbytes):
                 return policy
         return None
@@ -154,19 +154,6 @@ class _Judged:
 
 _TENSORS = (Kind.TENSOR, Kind.TENSORS)
 _warned: set[tuple[Any, ...]] = set()
-
-
-def _check_names(policy: Policy) -> None:
-    """Raise for a mesh dim that no mesh has: the policy would hold for nothing, and nobody would know."""
-    unknown = [dim for dim in policy.over or () if dim not in in_force.mesh_dims]
-    if unknown:
-        there = [dim for dim in in_force.mesh_dims if type(dim) is type(unknown[0])]
-        raise SettingsError(
-            asked=f"follow the policy {str(policy)!r}",
-            found=f"no mesh has a dim {unknown[0]!r}; there are {', '.join(map(str, sorted(there))) or 'no names'}",
-            do="Correct it: give the name or the number of a mesh dim.",
-            setting="communication",
-        )
 
 
 def _name(mesh: Any, mesh_dim: int) -> str:

@@ -20,7 +20,7 @@ from shardwise.program.lock_patterns import collapsed, escaped, expanded, module
 
 __all__ = ["CAUSES", "HEAD", "MEMORY", "Lock", "PHASES", "Row", "parse", "patterns_of", "read_lock"]
 
-VERSION = 1
+VERSION = 2
 PHASES = ("forward", "backward", "optimizer")
 CAUSES = ("implicit", "explicit")
 MEMORY = ("parameters", "buffers", "gradients", "optimizer", "kept", *(f"peak in {phase}" for phase in PHASES))
@@ -64,12 +64,14 @@ class Row:
 class Lock:
     """The content of a lockfile. ``memory`` has bytes by the names of :data:`MEMORY`, without those that are 0.
 
-    ``lines`` has the line of each row in the file that was read.
+    ``device`` is the type of the devices whose kernels the step runs. ``lines`` has the line of each row in the file
+    that was read.
     """
 
     program: str
     mesh_names: tuple[str, ...]
     mesh_shape: tuple[int, ...]
+    device: str
     plan: str
     memory: Mapping[str, int]
     rows: tuple[Row, ...]
@@ -97,7 +99,7 @@ class Lock:
 
     def _lines(self) -> Iterator[str]:
         yield HEAD
-        for name, value in zip(_TOP, (str(VERSION), self.program, self.mesh_text, self.plan), strict=True):
+        for name, value in zip(_TOP, (str(VERSION), self.program, self.mesh_text, self.device, self.plan), strict=True):
             yield f"{name:8} {value if name == 'mesh' else escaped(value)}"
         yield ""
         yield "[memory]  # bytes of one rank"
@@ -111,10 +113,14 @@ class Lock:
         yield ""
         yield f"end      {self.times:,} collectives, {self.nbytes:,} bytes"
 
-    def check_fits(self, asked: str, program: str, names: Sequence[str], shape: Sequence[int]) -> None:
-        """Raise :class:`LockFitError` where the file is for another mesh or program."""
-        mesh = _mesh_text(names, shape)
-        for name, has, wanted in (("program", self.program, program), ("mesh", self.mesh_text, mesh)):
+    def check_fits(self, asked: str, program: str, names: Sequence[str], shape: Sequence[int], device: str) -> None:
+        """Raise :class:`LockFitError` where the file is for another mesh, device or program."""
+        pairs = {
+            "program": (self.program, program),
+            "mesh": (self.mesh_text, _mesh_text(names, shape)),
+            "device": (self.device, device),
+        }
+        for name, (has, wanted) in pairs.items():
             line = _TOP.index(name) + 2
             if has != wanted:
                 raise LockFitError(
@@ -126,7 +132,7 @@ class Lock:
                 )
 
 
-_TOP = ("version", "program", "mesh", "plan")
+_TOP = ("version", "program", "mesh", "device", "plan")
 
 
 def _mesh_text(names: Sequence[str], shape: Sequence[int]) -> str:
@@ -237,6 +243,7 @@ class _Reader:
             program=head["program"],
             mesh_names=tuple(name for name, _ in self.mesh(head["mesh"])),
             mesh_shape=tuple(n for _, n in self.mesh(head["mesh"])),
+            device=head["device"],
             plan=head["plan"],
             memory=self.memory(sections["memory"]),
             rows=tuple(sorted((row for row, _ in rows.values()), key=lambda row: row.place)),
@@ -258,6 +265,7 @@ class _Reader:
             word = line[len(name) :].strip()
             values[name] = word if name == "mesh" else self.word(word, number)
             if name == "version" and values[name] != str(VERSION):
+                is_earlier = values[name] in map(str, range(1, VERSION))
                 raise LockVersionError(
                     asked=f"read the lockfile {self.source}",
                     found=f"line {number}: it is of version {short(values[name])}, and this release reads version "
@@ -266,6 +274,7 @@ class _Reader:
                     path=self.source,
                     line=number,
                     version=values[name],
+                    is_earlier=is_earlier,
                 )
         return values
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.layout_agreement import agree_on_plan
-from shardwise.comm.policy import PolicyScope
+from shardwise.comm.policy import PolicyScope, check_mesh_dims, know_mesh
 from shardwise.comm.policy import communication as policy
 from shardwise.comm.rank_failures import telling
 from shardwise.engine.decided import in_force, use_decisions
@@ -99,7 +99,7 @@ def distribute_module(
     check_mesh(asked, mesh)
     _check_around_forward(asked, input_fn=input_fn, output_fn=output_fn)
     check_flag(asked, loose, "loose")
-    scope = _scope_of(asked, communication)
+    scope = _scope_of(asked, communication, mesh)
     patterns = _patterns_of(partition, module, mesh, loose)
     _refuse_on_another_mesh(module, mesh)
     _replace_tensors(module, mesh, patterns, src_data_rank)
@@ -123,12 +123,16 @@ def _check_around_forward(asked: str, **functions: Callable[..., Any] | None) ->
             check_arity(asked, function, name, (("module", values, "mesh"), (values, "mesh")))
 
 
-def _scope_of(asked: str, given: object) -> PolicyScope | None:
+def _scope_of(asked: str, given: object, mesh: DeviceMesh) -> PolicyScope | None:
     """The policy that was given, before anything is placed: one that is refused leaves the module as it was."""
     if not isinstance(given, (str, PolicyScope, NoneType)):
         do = 'Give "allow", "warn" or "forbid", or what sw.communication(...) returned.'
         refuse_argument(asked, "communication", given, do)
-    return policy(given) if isinstance(given, str) else given
+    scope = policy(given) if isinstance(given, str) else given
+    if scope is not None:
+        know_mesh(mesh)
+        check_mesh_dims(scope.policy, f"{asked} under")
+    return scope
 
 
 def _refuse_on_another_mesh(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -57,13 +57,15 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     take_new_parameters(optimizer, placed_state)
     if late:
         place_late(_parameters(optimizer))
-    if not isinstance(next(_parameters(optimizer), None), MeshTensor):
+    first = next(_parameters(optimizer), None)
+    if not isinstance(first, MeshTensor):
         return None
     if torch.compiler.is_compiling():
         from shardwise.tensor.allow_in_graph import before_step  # imports dynamo
 
         return before_step(_before, optimizer, args, kwargs)
-    at_step()
+    mesh: Any = first._spec.mesh
+    at_step(mesh)
     attend(optimizer)
     # The step is over: what is kept would make each write of the optimizer slower.
     kept_moves.clear()

@@ -86,7 +86,8 @@ class CommunicationLock:
         if not is_there:
             pytest.fail(f"there is no {path.name} beside the test: write it with `pytest --update-locks`")
         before = read_lock(path)
-        before.check_fits(f"compare a step with {path.name}", program, now.lock.mesh_names, now.lock.mesh_shape)
+        lock = now.lock
+        before.check_fits(f"compare a step with {path.name}", program, lock.mesh_names, lock.mesh_shape, lock.device)
         different = list(difference_text(before, now.lock, now.line_of))
         if different:
             do = "If this is as it should be, write it with `pytest --update-locks`."

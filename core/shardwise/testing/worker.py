@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from shardwise.comm.rank_failures import end_program, explain, groups_are_closed, start_anew, tell
+from shardwise.comm.ended_programs import end_program
+from shardwise.comm.rank_failures import explain, groups_are_closed, start_anew, tell
 from shardwise.private_torch.crashes import show_native_stacks
 from shardwise.private_torch.distributed import share_gloo_device
 from shardwise.testing.parent_death import kill_with_parent

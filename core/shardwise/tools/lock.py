@@ -60,7 +60,7 @@ def lock_step(
     by = "" if plan is None else LEARNED
     if isinstance(plan, StepPlan):
         by = f"{plan_name} {plan.file.digest}".strip()
-    return locked(rehearsal, name, by or plan_name)
+    return locked(rehearsal, name, by or plan_name, device)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def locked(rehearsal: Rehearsal, program: str = "", plan: str = "") -> Locked:
+def locked(rehearsal: Rehearsal, program: str = "", plan: str = "", device: str = "cpu") -> Locked:
     """The lock of a rehearsal that has sites."""
     times: dict[tuple[Any, ...], list[Site]] = {}
     for site in rehearsal.sites:
@@ -95,6 +95,7 @@ def locked(rehearsal: Rehearsal, program: str = "", plan: str = "") -> Locked:
         program=program,
         mesh_names=rehearsal.mesh_names,
         mesh_shape=rehearsal.mesh_shape,
+        device=device,
         plan=plan,
         memory={name: figures[name] for name in MEMORY if figures[name]},
         rows=tuple(sorted(rows, key=lambda row: row.place)),
