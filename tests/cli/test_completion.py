@@ -1,5 +1,6 @@
 """Shell completion: the scripts, and the words that shells are offered."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,49 @@ def test_a_plugin_or_a_path():
 @pytest.mark.parametrize("command", ["check", "coverage", "lock", "plan", "rehearse", "timeline"])
 def test_files_for_a_program(command):
     offered = ShellComplete(main, {}, "shardwise", "_X").get_completions([command], "mi")
-    assert [item.type for item in offered] == ["file"]
+    assert [(item.type, item.value) for item in offered] == [("file", "mi")]
+
+
+def program_in(folder):
+    """What a shell calls when somebody types shardwise."""
+    program = folder / "shardwise"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m shardwise "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def in_shell(shell, script, folder):
+    """What a script prints in a shell without the settings of who runs the tests."""
+    program_in(folder)
+    (folder / "mine.py").touch()
+    here = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "ZDOTDIR": str(folder)}
+    here.pop("XDG_CONFIG_HOME", None)
+    done = subprocess.run(
+        [shutil.which(shell), *(["-f"] if shell == "zsh" else []), "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+        env=here,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish_offers_commands_plugins_and_files(tmp_path):
+    install = CliRunner().invoke(main, ["completion", "fish"]).output.splitlines()[1].removeprefix("#   ")
+    asked = ["shardwise comp", "shardwise plugins show shardwise-mat", "shardwise coverage mi"]
+    shown = in_shell("fish", "\n".join([install, *(f"complete -C '{words}'" for words in asked)]), tmp_path)
+    assert [line.partition("\t")[0] for line in shown.splitlines()] == ["completion", "shardwise-matmul", "mine.py"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_needs_no_settings_of_its_own(tmp_path):
+    script = 'eval "$(shardwise completion zsh)"; print $_comps[shardwise]'
+    assert in_shell("zsh", script, tmp_path) == "_shardwise_completion\n"
+    loaded = f"autoload -Uz compinit && compinit -D -i; compinit() {{ print twice }}; {script}"
+    assert in_shell("zsh", loaded, tmp_path) == "_shardwise_completion\n"
 
 
 IN_BASH = """
@@ -65,10 +108,7 @@ echo "${COMPREPLY[@]}"
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 def test_bash_offers_plugins_where_a_file_may_stand_too(tmp_path):
-    program = tmp_path / "shardwise"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m shardwise "$@"\n')
-    program.chmod(0o755)
-    script = IN_BASH.replace("{program}", str(program))
+    script = IN_BASH.replace("{program}", str(program_in(tmp_path)))
     done = subprocess.run([shutil.which("bash"), "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "compopt -o default\nshardwise-linalg\n", done.stderr
 

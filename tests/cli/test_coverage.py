@@ -325,9 +325,12 @@ def test_without_plugins_everything_is_missing(script):
 @pytest.mark.parametrize(
     ("target", "found"),
     [
-        ("program_of_mine.py:nothing", "has no function 'nothing'"),
+        ("program_of_mine.py:nothing", "has no function 'nothing'; its functions are "),
+        ("program_of_mine.py:coverd", "has no function 'coverd'; the nearest is covered"),
         ("program_of_mine.py", "does not name a function"),
-        ("no_such_file.py:f", "there is no file no_such_file.py"),
+        ("no_such_file.py:f", "there is no file no_such_file.py; the folder is /"),
+        ("program_of_mien.py:f", "; the nearest in that folder is program_of_mine.py"),
+        ("no_such/file.py:f", "there is no file no_such/file.py; there is no folder no_such either"),
         ("no_such_module:f", "there is no module no_such_module"),
     ],
 )

@@ -1,6 +1,7 @@
 """``shardwise explain``: what is typed, what is shown, and what is refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_strides_are_read():
     ],
 )
 def test_what_is_no_operand_is_refused(text, kind):
-    with pytest.raises(kind):
+    with pytest.raises(kind, match=re.escape(f"read the operand {text!r}: ")):
         parse_operand(text, AbstractMesh((2,)))
 
 

@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from shardwise.cli import main
+from shardwise.cli.main import COMMANDS
 from shardwise.cli.output import pipe_width
 from shardwise.steps import planning
 
@@ -81,6 +82,19 @@ def test_where_a_table_has_no_room_its_rows_are_lists_of_whole_words(tmp_path, m
     # A path may be longer than a line.
     long = [word for word in wide if len(word) > 30]
     assert not [word for word in words(columns) - wide if not any(word in whole for whole in long)]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "plugins check", "plugins search", "plan show"])
+def test_help_is_no_wider_than_the_terminal_and_keeps_its_words(monkeypatch, command):
+    def lines(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return CliRunner().invoke(main, [*command.split(), "--help"]).output.splitlines()
+
+    whole = {word for line in lines(200) for word in line.split()}
+    for columns in (40, 60, 80):
+        narrow = lines(columns)
+        assert max(map(len, narrow)) <= columns
+        assert {word for line in narrow for word in line.split()} <= whole
 
 
 def test_plugins_keep_their_names_and_states(at):

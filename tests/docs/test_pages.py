@@ -71,6 +71,26 @@ def names_from_nowhere(program):
     return read - bound
 
 
+# What needs a process group, and what makes one. A reader's program has none when it starts; the pool of the tests has.
+NEEDS_A_GROUP = {"get_rank", "get_world_size", "new_group", "barrier", "all_reduce", "broadcast_object_list"}
+MAKES_A_GROUP = {"init_device_mesh", "init_process_group"}
+
+
+def test_programs_make_a_process_group_before_they_use_one(page, docs):
+    shown = "".join(b.text for b in docs.blocks(page) if b.language == "python" and b.how.endswith(RANKS))
+    calls = sorted((node.lineno, called(node)) for node in ast.walk(ast.parse(shown)) if isinstance(node, ast.Call))
+    made = min((line for line, name in calls if name in MAKES_A_GROUP), default=0)
+    assert [name for line, name in calls if name in NEEDS_A_GROUP and line < made] == []
+
+
+RANKS = ("on 4 ranks", "4 processes")
+
+
+def called(node):
+    """The last part of the name of what a call calls."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
 @pytest.fixture(scope="module")
 def page_ranks():
     """Four ranks for pages alone: each page makes meshes, and a process group that nobody uses burns time."""
@@ -181,12 +201,30 @@ def test_the_readme_example_runs(docs, page_ranks):
 @pytest.mark.slow
 @pytest.mark.sample
 def test_the_readme_example_runs_under_torchrun(tmp_path, docs):
-    script = tmp_path / "example.py"
-    script.write_text(readme_example(docs))
+    printed = under_torchrun(tmp_path / "example.py", readme_example(docs))
+    assert len(list(map(float, printed.split()))) == 10
+
+
+def under_torchrun(script, text):
+    """What a program prints that a reader saves and starts."""
+    script.write_text(text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(list(map(float, done.stdout.split()))) == 10
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_programs_of_the_cookbook_run_as_a_reader_saves_them(page, docs, tmp_path):
+    """Without the setup that the page does not show, and without the process group of the pool."""
+    blocks = [b for b in docs.blocks(page) if b.how in ("on 4 ranks", "printed on 4 ranks")]
+    program = "".join(b.text for b in blocks if b.language == "python")
+    if page.parent.name != "cookbook" or not program or OWN_TEST.search(page.read_text()):
+        return
+    printed = under_torchrun(tmp_path / "train.py", program)
+    for block in blocks:
+        if block.language == "text":
+            assert block.text in printed, str(block)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_an_op_without_a_rule_names_the_op_the_plugins_and_what_to_do():
     assert caught.value.plugins == ("shardwise-one",)
     for part in (
         "aten.abs.default",
-        "shardwise-one",
+        "no rule for it in the plugin shardwise-one. ",
         "shardwise-broken",
         "no module named zlib2",
         "Install shardwise-",

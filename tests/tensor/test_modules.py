@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -258,12 +259,24 @@ def test_sparse_buffers_stay_plain(two_ranks):
 def dtensors():
     on, whole = on_two(), torch.arange(16.0).view(4, 4)
     theirs = dtensor.distribute_tensor(whole, on, [Shard(0)])
-    with pytest.raises(LayoutError, match=r"it is a DTensor .*from_dtensor"):
+    with pytest.raises(LayoutError, match=r"it is a DTensor .*: MeshTensor\.from_dtensor\(t\)"):
         sw.distribute_tensor(theirs, on, [Shard(0)])
-    with pytest.raises(LayoutError, match=r"place .0.weight.: it is a DTensor"):
-        sw.distribute_module(dtensor.distribute_module(small(), on), on)
-    with pytest.raises(PlainTensorError, match="from_dtensor"):
+    with pytest.raises(PlainTensorError, match=r": MeshTensor\.from_dtensor\(t\)"):
         sw.distribute_tensor(whole, on) + theirs
+    torch.testing.assert_close(sw.MeshTensor.from_dtensor(theirs).full_tensor(), whole)
+    model = dtensor.distribute_module(small(), on)
+    advice = re.escape("module.weight = nn.Parameter(MeshTensor.from_dtensor(t.detach()))")
+    with pytest.raises(LayoutError, match=f"place .0.weight.: it is a DTensor .*{advice}"):
+        sw.distribute_module(model, on)
+    _follow(model)
+    sw.distribute_module(model, on)
+
+
+def _follow(model):
+    """What the message says."""
+    for layer in model.modules():
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, nn.Parameter(sw.MeshTensor.from_dtensor(parameter.detach())))
 
 
 def test_dtensors_are_told_what_to_do(two_ranks):

@@ -90,6 +90,10 @@ SLIPS = {
     "a number for backward_dtype": (moved(placements=[Replicate()], backward_dtype=16), "'backward_dtype' is an int"),
     "text for async_op": (moved(placements=[Replicate()], async_op="no"), "'async_op' is a str"),
     "a number for a placement": (moved(placements=[1]), "it is an int, and not a placement"),
+    "a placement before the mesh": (
+        lambda m: sw.distribute_tensor(T, m, S0).redistribute(Replicate()),
+        "'device_mesh' is a Replicate. Give the mesh before the placements, or name them: placements=",
+    ),
     # distribute_tensor
     "a flag for the source": (lambda m: sw.distribute_tensor(T, m, S0, src_data_rank=True), "'src_data_rank' is True"),
     "the mesh and the placements in the wrong order": (

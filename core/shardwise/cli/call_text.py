@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.tensor_text import DTYPES, TENSOR, read_tensor
 from shardwise.discovery.process import default_registry
-from shardwise.errors import CallError
+from shardwise.errors import CallError, PlacementError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import parse_placement
 from shardwise.kernel.plurals import counted
@@ -74,8 +74,11 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
     inner = match["placements"].strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1]
-    placements = tuple(parse_placement(_short(word.strip())) for word in _COMMA_BETWEEN.split(inner) if inner)
-    return Operand(match["name"], TensorSpec(mesh, placements, meta))
+    try:
+        placements = tuple(parse_placement(_short(word.strip())) for word in _COMMA_BETWEEN.split(inner) if inner)
+        return Operand(match["name"], TensorSpec(mesh, placements, meta))
+    except PlacementError as error:
+        raise type(error)(asked=f"{asked}: {error.asked}", found=error.found, do=error.do, **error.fields) from None
 
 
 def _short(word: str) -> str:

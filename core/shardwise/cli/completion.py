@@ -11,12 +11,17 @@ from click.shell_completion import BashComplete, CompletionItem, FishComplete, S
 
 __all__ = ["completion", "offer_ops", "offer_plugins", "offer_plugins_and_paths", "offer_programs"]
 
+_FISH_FILE = (
+    "mkdir -p ~/.config/fish/completions; shardwise completion fish > ~/.config/fish/completions/shardwise.fish"
+)
 VARIABLE = "_SHARDWISE_COMPLETE"
 SHELLS: dict[str, tuple[type[ShellComplete], str]] = {
     "bash": (BashComplete, """echo 'eval "$(shardwise completion bash)"' >> ~/.bashrc"""),
     "zsh": (ZshComplete, """echo 'eval "$(shardwise completion zsh)"' >> ~/.zshrc"""),
-    "fish": (FishComplete, "shardwise completion fish > ~/.config/fish/completions/shardwise.fish"),
+    "fish": (FishComplete, _FISH_FILE),
 }
+# Without it zsh says "command not found: compdef" at each start, where nothing else loads its completion.
+BEFORE = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }"}
 
 
 @click.command()
@@ -34,6 +39,8 @@ def completion(ctx: click.Context, shell: str | None) -> None:
     # By the template alone: click's source() would start a bash to learn its version.
     maker = complete(ctx.find_root().command, {}, "shardwise", VARIABLE)
     click.echo(f"# Completion of shardwise for {chosen}. To install it, once:\n#   {install}")
+    if chosen in BEFORE:
+        click.echo(BEFORE[chosen])
     click.echo(maker.source_template % maker.source_vars())
 
 
@@ -42,17 +49,16 @@ def completion(ctx: click.Context, shell: str | None) -> None:
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-_FILE = CompletionItem(None, type="file")
-
-
-def _offering(names: Callable[[], Iterable[str]], *first: CompletionItem) -> Complete:
-    """Offer names, after what comes first: click's script for bash forgets all words before a file."""
+def _offering(names: Callable[[], Iterable[str]], *, files: bool = False) -> Complete:
+    """Offer names, after files: click's script for bash forgets all words before a file."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
         try:
             offered = sorted({name for name in names() if name.startswith(incomplete)})
         except Exception:  # noqa: BLE001  a broken plugin must not break the shell's line
             offered = []
+        # The shell looks for the files itself; fish is told what they begin with.
+        first = [CompletionItem(incomplete, type="file")] if files else []
         return [*first, *map(CompletionItem, offered)]
 
     return complete
@@ -76,6 +82,6 @@ def _ops() -> list[str]:
 
 
 offer_plugins = _offering(_plugins)
-offer_plugins_and_paths = _offering(_plugins, _FILE)
-offer_programs = _offering(tuple, _FILE)
+offer_plugins_and_paths = _offering(_plugins, files=True)
+offer_programs = _offering(tuple, files=True)
 offer_ops = _offering(_ops)

@@ -73,8 +73,10 @@ def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
 
     \b
     shardwise explain aten.mm --mesh 2x2 \\
-        --input 'f32[8,16] S(0),R' --input 'f32[16,32] R,R'
-    shardwise explain cat --mesh 4 --arg dim=0 \\
+        --input 'f32[8,16] S(0),R' \\
+        --input 'f32[16,32] R,R'
+    shardwise explain cat --mesh 4 \\
+        --arg dim=0 \\
         --input 'tensors: f32[4] R' \\
         --input 'tensors: f32[2] R'
     """  # noqa: D301  # the backspace is click's mark for lines that stay as they are

@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from shardwise.cli.help_text import HelpContext, fits_terminal
 from shardwise.cli.signals import Terminated, unwinding_at_signals
 from shardwise.cli.streams import open_streams, writing_any_letter
 from shardwise.errors import ShardingError
@@ -56,6 +57,8 @@ _OF_PLUGINS = ("doctor", "explain", "infer", "plugins", "rules", "why")
 class Commands(click.Group):
     """A group that imports a command when it is called, and shows a :class:`ShardingError` as a message."""
 
+    context_class = HelpContext
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the program of this process."""
         try:
@@ -78,7 +81,7 @@ class Commands(click.Group):
         module, _, function = COMMANDS[cmd_name][0].partition(":")
         command = getattr(import_module(module), function or cmd_name)
         assert isinstance(command, click.Command)
-        return command
+        return fits_terminal(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -65,7 +65,15 @@ def refuse_no_file(path: Path) -> None:
     if path.is_dir():
         raise click.ClickException(f"{path} is a folder, not a file")
     if not path.is_file():
-        raise click.ClickException(f"there is no file {path}")
+        raise click.ClickException(f"there is no file {path}; {_instead_of(path)}")
+
+
+def _instead_of(path: Path) -> str:
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        return f"there is no folder {path.parent} either"
+    near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1)
+    return f"the nearest in that folder is {near[0]}" if near else f"the folder is {folder}"
 
 
 def _find_in(folder: Path) -> None:
@@ -93,6 +101,7 @@ def run_file(path: Path, name: str, *, keep: bool = False) -> ModuleType:
 
 
 _HOW = "package.module:function or path/to/file.py:function"
+_SHOWN = 8  # names of functions in an error
 
 
 def load_function(text: str) -> Callable[[], Any]:
@@ -107,11 +116,15 @@ def load_function(text: str) -> Callable[[], Any]:
     if not callable(value):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
         near = get_close_matches(name, own, n=1)
-        hint = f"; the nearest is {near[0]}" if near else ""
+        hint = f"; the nearest is {near[0]}" if near else f"; its functions are {_listed(own)}" if own else ""
         kind = f", it is {kind_of(value)}" if hasattr(module, name) else ""
         raise click.ClickException(f"{where} has no function {name!r}{kind}{hint}")
     function: Callable[[], Any] = value
     return function
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def load_function_of_mesh(text: str) -> Callable[..., Any]:

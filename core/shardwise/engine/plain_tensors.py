@@ -304,7 +304,7 @@ def _refusal(op: Op, name: str, tensor: torch.Tensor, what: str, do: str) -> Pla
 
 def _how_to_make(tensor: torch.Tensor) -> str:
     if type(tensor).__name__ == "DTensor":
-        return "Take it over with its layout: shardwise_dtensor.from_dtensor(t), or MeshTensor.from_local of its parts."
+        return "Take it over with its layout: MeshTensor.from_dtensor(t)."
     return _MAKE_ONE
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from shardwise.errors import ArgumentError
 
@@ -68,7 +69,7 @@ def check_mesh(asked: str, value: Any, name: str = "device_mesh") -> None:
         do = f"Give a DeviceMesh. That of one mesh dim of a larger mesh is mesh[{value!r}]."
     elif isinstance(value, (tuple, list)) and value and all(type(n) is int for n in value):
         do = f'Make the mesh first: init_device_mesh("cpu", {tuple(value)}), or "cuda".'
-    elif isinstance(value, (tuple, list, dict)):
+    elif isinstance(value, (tuple, list, dict, Placement)):
         do = "Give the mesh before the placements, or name them: placements=..."
     else:
         do = 'Give a DeviceMesh, as init_device_mesh("cpu", (4,)) makes it.'

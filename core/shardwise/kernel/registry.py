@@ -293,21 +293,21 @@ class Registry:
         ``tried`` says why no decomposition works. Torch decomposes the op into ``parts``; those in ``missing`` have no
         rule.
         """
-        plugins = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
+        plugins = sorted(o.plugin for o in self.origins)
         if is_collective(op):
             return refused_collective(op_name(op))
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
         known = self.known(map(op_name, (op, *missing)))
         return NoRuleError(
             asked=f"run {op_name(op)} on a MeshTensor",
-            found=f"no rule for it in the plugins {plugins}"
+            found=f"no rule for it{_in_plugins(plugins)}"
             + (f", and {tried}" if tried else "")
             + (f". Possible cause: {failed}" if failed else ""),
             do="".join(f"{advice} " for advice in known.values())
             + ("" if known else "Install or enable a plugin that has one (`shardwise plugins` lists them); ")
             + "docs/unknown-ops.md has the other remedies.",
             op=op_name(op),
-            plugins=tuple(sorted(o.plugin for o in self.origins)),
+            plugins=tuple(plugins),
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
             parts=tuple(map(op_name, parts)),
             missing=tuple(map(op_name, missing)),
@@ -354,3 +354,9 @@ def refused_collective(name: str) -> NoRuleError:
         "with x.redistribute(placements=...) or x.full_tensor(), or call the collective on x.to_local().",
         op=name,
     )
+
+
+def _in_plugins(plugins: Sequence[str]) -> str:
+    if not plugins:
+        return " in the plugins, of which none is installed"
+    return f" in the plugin{'s' if len(plugins) > 1 else ''} {', '.join(plugins)}"

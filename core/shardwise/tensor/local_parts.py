@@ -37,8 +37,8 @@ def refuse_dtensor(tensor: Any, asked: str) -> None:
         raise LayoutError(
             asked=asked,
             found=f"it is a DTensor {tuple(tensor.shape)} {show_all(tensor.placements)}",
-            do="Take it over with its layout: MeshTensor.from_local(t.to_local(), t.device_mesh, t.placements, "
-            "shape=t.shape, stride=t.stride()), or shardwise_dtensor.from_dtensor(t).",
+            do="Take it over with its layout: MeshTensor.from_dtensor(t). "
+            "A parameter of a module is replaced: module.weight = nn.Parameter(MeshTensor.from_dtensor(t.detach())).",
         )
 
 
