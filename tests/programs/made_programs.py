@@ -29,6 +29,8 @@ WRONG_ON_ONE_DEVICE = {
     aten.tril.out: "as triu.out",
     aten.lu_unpack.out: "writes L and U by tril.out and triu.out",
     aten.linalg_lu.out: "as lu_unpack.out",
+    aten._convert_indices_from_csr_to_coo.default: "writes beyond its result by rows that count too many",
+    aten._convert_indices_from_csr_to_coo.out: "as _convert_indices_from_csr_to_coo",
 } | {
     getattr(packet, overload): "reads and writes as if all its tensors were dense, in one order"
     for packet in (aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_)
