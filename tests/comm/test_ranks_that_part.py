@@ -270,8 +270,7 @@ def step_on_one_rank() -> None:
 
 @pytest.mark.parametrize("compares", [False, pytest.param(True, marks=SAMPLE)])
 def test_an_optimizer_step_of_one_rank_ends_all_ranks(four: WorkerPool, compares: bool) -> None:
-    errors, seconds = failures(four, partial(checked, step_on_one_rank) if compares else step_on_one_rank)
-    assert seconds < 20
+    errors, _ = failures(four, partial(checked, step_on_one_rank) if compares else step_on_one_rank)
     for failure in errors:
         assert failure.kind == "RankDisagreementError", failure
         text = str(failure.error)
