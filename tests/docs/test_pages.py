@@ -220,7 +220,7 @@ def test_programs_of_the_cookbook_run_as_a_reader_saves_them(page, docs, tmp_pat
     blocks = [b for b in docs.blocks(page) if b.how in ("on 4 ranks", "printed on 4 ranks")]
     program = "".join(b.text for b in blocks if b.language == "python")
     if page.parent.name != "cookbook" or not program or OWN_TEST.search(page.read_text()):
-        return
+        pytest.skip("no page of the cookbook whose program this test starts")
     printed = under_torchrun(tmp_path / "train.py", program)
     for block in blocks:
         if block.language == "text":

@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, 0.1),
     "Adagrad": torch.optim.Adagrad,  # its states are there before the first step
 }
-WORLD = [(2, 2), (4,)]
+MESHES = {(2, 2): (4,), (4,): (2, 2)}  # where a state is saved, and where it is loaded
 
 
 def asked_by(module, name, optimizer):
@@ -92,8 +92,8 @@ def saved_and_loaded(shape, name, late):
                     assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
     assert all(now is then for (_, now), then in zip(states_of(optimizer), before, strict=True))
 
-    # Each goes on from what was saved, in a program of its own.
-    model, optimizer = trained(shape, make, 3, states[0], copy.deepcopy(alone), late)
+    # Each goes on from what was saved, in a program of its own, and on another mesh.
+    model, optimizer = trained(MESHES[shape], make, 3, states[0], copy.deepcopy(alone), late)
     alone, of_alone = trained(None, make, 3, copy.deepcopy(expected), copy.deepcopy(alone), late)
     for here, there in zip(whole_values(model), whole_values(alone), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-12)
@@ -106,9 +106,24 @@ def saved_and_loaded(shape, name, late):
 
 @pytest.mark.parametrize("late", [False, True], ids=["before a step", "after a step"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("shape", WORLD, ids=str)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_what_a_training_loop_saves_is_that_of_one_device_and_goes_on_as_there(pool, shape, name, late):
     pool.run(saved_and_loaded, shape, name, late)
+
+
+def other_states_on_one_rank(late):
+    _, of_alone = trained(None, torch.optim.AdamW, 2)
+    state = of_alone.state_dict()
+    if dist.get_rank() == 1:
+        state["state"][2]["exp_avg"] += 1
+    trained((4,), torch.optim.AdamW, 2, state, late=late)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before a step", "after a step"])
+def test_states_that_differ_are_not_those_of_the_first_rank_in_silence(pool, late):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(other_states_on_one_rank, late)
+    assert [failure.kind for failure in caught.value.errors] == ["RankDisagreementError"] * 4
 
 
 def parts_for_others():

@@ -347,6 +347,8 @@ def counts_on_every_rank():
         assert gathered(own) == 8
     count += x.sum()
     assert count == 28
+    with sw.plain("compare"):  # looks at each use
+        assert (x + count).sum() == 28 + 8 * 28  # reading it changes nothing
     with pytest.warns(GatheredWholeWarning, match="sync_on_compute"):
         assert gathered(count) == 4 * 28
     parts = [torch.empty(()) for _ in range(4)] if dist.get_rank() == 0 else None

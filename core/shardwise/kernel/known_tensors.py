@@ -36,7 +36,7 @@ use of a plain tensor is to be looked at.
 class KnownTensor:
     """One such tensor: what it was when the ranks compared it. ``key`` is its part of the key of a plan.
 
-    ``is_written`` if the last that is known of it is that an op on MeshTensors has written it.
+    ``is_written`` if the last write to it was that of an op on MeshTensors.
     """
 
     __slots__ = ("address", "is_written", "key", "mesh", "tensor", "version")
@@ -45,7 +45,7 @@ class KnownTensor:
         self.tensor = weakref.ref(tensor, _Forget(id(tensor)))
         self.mesh = mesh
         self.version = version_of(tensor) + writes
-        self.is_written = bool(writes)
+        self.is_written = bool(writes) or is_written_by_ops(tensor)
         # `tensor.data = other` changes neither the object nor its version.
         self.address = tensor.data_ptr()
         self.key = key_of_plain(tensor)

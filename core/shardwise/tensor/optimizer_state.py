@@ -32,17 +32,25 @@ def attend(optimizer: Optimizer) -> None:
 
 
 def placed_state(value: Any, parameter: MeshTensor) -> Any:
-    """A whole state of a parameter's shape, placed as the parameter; any other state as it is."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, MeshTensor) or value.shape != parameter.shape:
+    """A whole state of a parameter that was replaced, of its shape: the first rank's, as the parameter is."""
+    if not _is_whole(value, parameter):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
+def _is_whole(value: Any, parameter: MeshTensor) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, MeshTensor) and value.shape == parameter.shape
+
+
+@torch.no_grad()
 def _place(optimizer: Optimizer) -> None:
+    """Place whole states as their parameters. They are plain tensors, which the ranks compare as in any op."""
     for parameter, state in optimizer.state.items():
         # A number may be a tensor of the shape of a 0-dim parameter.
         if isinstance(parameter, MeshTensor) and parameter.ndim and isinstance(state, dict):
-            state.update({name: placed_state(value, parameter) for name, value in state.items()})
+            for name, value in state.items():
+                if _is_whole(value, parameter):
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _make_whole(_: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
